@@ -40,7 +40,7 @@ def register(dist: Any) -> None:
     """Make `zbmd` known to `torch.distributed`, the module `dist`; again, it does nothing."""
     if BACKEND in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     handlers: dict[str, Handler] | None = getattr(
         sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", None
     )

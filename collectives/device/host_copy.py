@@ -30,6 +30,7 @@ from zbmd.collectives.device.arrays_in import Array, Placed, Target, as_placed, 
 from zbmd.collectives.errors import OperationAborted
 from zbmd.transport.cuda.api import CudaApi, CudaFault
 from zbmd.transport.errors import ArenaFull
+from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import address_of
 
@@ -187,6 +188,19 @@ class _Block:
         if self._locked:
             self._locked = False
             api.host_unregister(address_of(self.memory))
+
+
+def page_locked(api: CudaApi, arena: Arena, nbytes: int) -> NDArray[np.uint8]:
+    """Return memory of the arena that the device reads and writes by itself, until this process ends.
+
+    It lies elsewhere if the arena is full.
+    """
+    room = (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
+    try:
+        whole = arena.empty(room, np.uint8)
+    except ArenaFull:
+        whole = np.empty(room, np.uint8)
+    return _Block(api, whole).memory[:nbytes]
 
 
 def _address(x: Array | DeviceArray) -> int:

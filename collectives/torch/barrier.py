@@ -35,14 +35,14 @@ def monitored_barrier(group: Any, timeout_s: float, wait_all_ranks: bool) -> Non
     if timeout_s <= 0:
         raise _failed("Rank 0 timed out in monitoredBarrier after 0 ms", None)
     others, limit_ns = range(1, group.size()), round(timeout_s * 1e9)
-    works = {rank: group.recv(torch.empty(1), rank, TAG, limit_ns) for rank in others}
+    works = {rank: group.recv(torch.empty(1, device="cpu"), rank, TAG, limit_ns) for rank in others}
     missing: dict[int, BaseException] = {}
     for rank, work in works.items():
         try:
             work.wait()
         except dist.DistBackendError as error:
             missing[rank] = error
-    answer = torch.zeros(group.size(), dtype=torch.uint8)
+    answer = torch.zeros(group.size(), dtype=torch.uint8, device="cpu")
     answer[list(missing)] = 1
     for rank in others:
         if rank not in missing:
@@ -54,13 +54,13 @@ def monitored_barrier(group: Any, timeout_s: float, wait_all_ranks: bool) -> Non
 def _report(group: Any, timeout_s: float) -> None:
     """Tell rank 0 that this rank has come, and wait for its answer."""
     own, limit_ns = group.rank(), round((timeout_s + ANSWER_S) * 1e9)
-    answer = torch.zeros(group.size(), dtype=torch.uint8)
+    answer = torch.zeros(group.size(), dtype=torch.uint8, device="cpu")
     text = (
         f"Rank {own} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
         "from rank 0"
     )
     try:
-        group.send(torch.empty(1), 0, TAG, limit_ns).wait()
+        group.send(torch.empty(1, device="cpu"), 0, TAG, limit_ns).wait()
         group.recv(answer, 0, TAG, limit_ns).wait()
     except dist.DistBackendError as error:
         raise _failed(text, error) from error

@@ -314,7 +314,7 @@ def _nbytes(tensor: Any) -> int:
 
 
 def _bytes_of(tensor: Any) -> bytes:
-    return bytes_over(tensor.detach().contiguous()).tobytes()
+    return bytes_over(tensor.detach().contiguous().cpu()).tobytes()
 
 
 def _fill(tensor: Any, data: bytes) -> None:

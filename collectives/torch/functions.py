@@ -31,6 +31,7 @@ def install(backend: str) -> None:
     for name, kernel in _KERNELS.items():
         if hasattr(getattr(torch.ops, FUNCTIONAL), name):
             library.impl(name, kernel, "CPU")
+            library.impl(name, kernel, "CUDA")
 
 
 _libraries: Final[list[Any]] = []

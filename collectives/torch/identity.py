@@ -133,7 +133,7 @@ class Identity:
 
     @property
     def _device_types(self) -> list[Any]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, _: Any) -> Any:
         return self

@@ -16,9 +16,11 @@ from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.p2p.tagged import within
 from zbmd.collectives.p2p.wire import TaggedMessage
 from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.collectives.torch.cuda.calls import DeviceCalls, DeviceMessages, DeviceWork, chained
+from zbmd.collectives.torch.cuda.devices import DeviceBuffer, buffer_of
 from zbmd.collectives.torch.flights import label, profiled
-from zbmd.collectives.torch.identity import Identity
-from zbmd.collectives.torch.tensors import TensorBuffer, only
+from zbmd.collectives.torch.identity import Identity, Unmade
+from zbmd.collectives.torch.tensors import Array, TensorBuffer, only
 from zbmd.collectives.torch.work import DONE, MessageWork, Work, as_torch_error
 from zbmd.collectives.torch.world import world
 from zbmd.transport.errors import UserError, ZbmdError
@@ -28,14 +30,16 @@ torch: Any = importlib.import_module("torch")
 CallP = ParamSpec("CallP")
 
 
-async def send(group: Group, buffer: TensorBuffer, to: int, tag: int, timeout_s: float) -> None:
-    """Send a tensor to rank `to` of the group; see `Group.send`."""
-    async with within(timeout_s, f"send({buffer.text}, dst={to}, tag={tag})"):
-        await group.messages().send(buffer.array, group.members[to], tag, label=buffer.text)
+async def send(group: Group, array: Array, text: str, to: int, tag: int, timeout_s: float) -> None:
+    """Send a tensor's array to rank `to` of the group; see `Group.send`. text: of the tensor."""
+    async with within(timeout_s, f"send({text}, dst={to}, tag={tag})"):
+        await group.messages().send(array, group.members[to], tag, label=text)
 
 
-async def receive(group: Group, buffer: TensorBuffer, source: int | None, tag: int, timeout_s: float) -> int:
-    """Receive a tensor from a rank of the group, None from any; return the sender.
+async def receive(
+    group: Group, buffer: TensorBuffer, array: Array, source: int | None, tag: int, timeout_s: float
+) -> int:
+    """Receive a tensor's array from a rank of the group, None from any; return the sender.
 
     Raises `Desynchronised` if the sender's tensor is of another dtype or size, after which the group is of no
     use: the sender's next call fails with that.
@@ -44,7 +48,7 @@ async def receive(group: Group, buffer: TensorBuffer, source: int | None, tag: i
 
     def check(message: TaggedMessage, member: int) -> None:
         sender, sent = group.members.index(member), message.label
-        if not sent or (_dtype_of(sent) == _dtype_of(buffer.text) and message.nbytes == buffer.array.nbytes):
+        if not sent or (_dtype_of(sent) == _dtype_of(buffer.text) and message.nbytes == array.nbytes):
             return
         theirs = f"send({sent}, dst={group.rank}, tag={tag})"
         raise message_differs({group.rank: call, sender: theirs}, group.members)
@@ -52,7 +56,7 @@ async def receive(group: Group, buffer: TensorBuffer, source: int | None, tag: i
     try:
         async with within(timeout_s, call):
             member = None if source is None else group.members[source]
-            got = await group.messages().receive(member, tag, buffer.array, check)
+            got = await group.messages().receive(member, tag, array, check)
     except Desynchronised as error:
         await asyncio.to_thread(group.give_up, f"{CALLS_DIFFER}{error}")
         raise
@@ -84,21 +88,48 @@ class Messages(Identity):
     _completers: ThreadPoolExecutor
     _together: list[Future[Any]] | None
 
+    def __init__(
+        self, group: Group | Unmade, store: Any, timeout_s: float, name: str, ranks: Sequence[int] = ()
+    ) -> None:
+        super().__init__(group, store, timeout_s, name, ranks)
+        self.device_calls = DeviceCalls()
+        self._device_messages = DeviceMessages(self.device_calls)
+
+    def rebind(self, made: Group) -> None:
+        """See `Identity.rebind`."""
+        super().rebind(made)
+        self.device_calls.failure = None
+
     @raising
     def send(self, tensors: Any, dst: int, tag: int, limit_ns: int | None = None) -> Any:
         """Send a tensor to one rank. limit_ns: for the operation; None is the group's."""
-        buffer, to = TensorBuffer(only(tensors)), self._rank(dst)
+        buffer, to = buffer_of(only(tensors)), self._rank(dst)
         if CONTINUITY.is_alone:
             return self._work(DONE, [])
         if profiled():
             with label("send", [only(tensors)]):
                 pass  # a mark: it has no length
         limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
+        if isinstance(buffer, DeviceBuffer):
+
+            def sent(array: Array) -> Future[Any]:
+                return self._sent(buffer, array, to, tag, limit_ns)
+
+            on, done = self._device_messages.send(buffer, to, sent)
+            return self._keep(DeviceWork(done, [], self._completers, on), done)
         if direct is not None:
             request = direct.send(buffer.array, to, tag, buffer.label, limit_ns)
             return self._message_work(MessageWork(direct, request, self._completers))
-        sent = send(self._group, buffer, to, tag, limit_ns / 1e9)
-        return self._work(world().start(sent), [])
+        return self._work(self._sent(buffer, buffer.array, to, tag, limit_ns), [])
+
+    def _sent(self, buffer: TensorBuffer, array: Array, to: int, tag: int, limit_ns: int) -> Future[Any]:
+        """Send an array for the tensor of a buffer; return when it is sent."""
+        direct = self._direct()
+        if direct is not None:
+            request = direct.send(array, to, tag, buffer.label, limit_ns)
+            done: Future[Any] = MessageWork(direct, request, self._completers).future()
+            return done
+        return world().start(send(self._group, array, buffer.text, to, tag, limit_ns / 1e9))
 
     def recv(self, tensors: Any, src: int, tag: int, limit_ns: int | None = None) -> Any:
         """Receive a tensor from one rank. limit_ns: for the operation; None is the group's."""
@@ -110,22 +141,36 @@ class Messages(Identity):
 
     @raising
     def _receive(self, tensor: Any, src: int | None, tag: int, limit_ns: int | None = None) -> Any:
-        buffer, source = TensorBuffer(tensor, load=False), None if src is None else self._rank(src)
+        buffer, source = buffer_of(tensor, load=False), None if src is None else self._rank(src)
         if CONTINUITY.is_alone:
             return self._work(DONE, [tensor])
         if profiled():
             with label("recv" if source is not None else "recvAnySource", [tensor]):
                 pass
         limit_ns, direct = self._timeout_ns if limit_ns is None else limit_ns, self._direct()
+        if isinstance(buffer, DeviceBuffer):
+
+            def received(array: Array) -> Future[int]:
+                return self._received(buffer, array, source, tag, limit_ns)
+
+            on, done = self._device_messages.receive(buffer, received)
+            return self._keep(DeviceWork(done, [tensor], self._completers, on, done.result), done)
         if direct is not None:
             request = direct.receive(buffer.array, source, tag, buffer.label, limit_ns)
             return self._message_work(MessageWork(direct, request, self._completers, tensor, buffer))
-        sources: list[int] = []
+        got = self._received(buffer, buffer.array, source, tag, limit_ns)
+        return self._work(got, [tensor], got.result)
 
-        async def received() -> None:
-            sources.append(await receive(self._group, buffer, source, tag, limit_ns / 1e9))
-
-        return self._work(world().start(received()), [tensor], lambda: sources[0] if sources else -1)
+    def _received(
+        self, buffer: TensorBuffer, array: Array, source: int | None, tag: int, limit_ns: int
+    ) -> Future[int]:
+        """Receive an array for the tensor of a buffer; return the rank that sent when it is there."""
+        direct = self._direct()
+        if direct is None:
+            return world().start(receive(self._group, buffer, array, source, tag, limit_ns / 1e9))
+        request = direct.receive(array, source, tag, buffer.label, limit_ns)
+        over: Future[Any] = MessageWork(direct, request, self._completers).future()
+        return chained(over, lambda _: int(request.source))
 
     def _direct(self) -> DirectMessages | None:
         self._group.check_process()
@@ -138,6 +183,13 @@ class Messages(Identity):
         self._kept.append(work)
         return work
 
+    def _keep(self, work: Any, done: Future[Any]) -> Any:
+        """Return a work, with those that are waited for together, and kept for C++."""
+        if self._together is not None:
+            self._together.append(done)
+        self._kept.append(work)
+        return work
+
     def _rank(self, rank: int) -> int:
         if not 0 <= rank < self._group.size:
             raise UserError(f"rank {rank} is not in 0..{self._group.size - 1}, the ranks of this group")
@@ -147,8 +199,4 @@ class Messages(Identity):
         self, done: Future[Any], outputs: Sequence[Any], source: Callable[[], int] | None = None
     ) -> Any:
         """Return a work of what has begun."""
-        if self._together is not None:
-            self._together.append(done)
-        work = Work(done, outputs, self._completers, source)
-        self._kept.append(work)
-        return work
+        return self._keep(Work(done, outputs, self._completers, source), done)

@@ -1,16 +1,13 @@
 """A `torch.distributed` process group over a group of ours.
 
-Operations are queued at the call, in its order, and run on the group's data-plane thread; `messages` has
-sends and receives. Needs PyTorch; imported by `backend` when a process group is made.
+`queue` carries its operations out, in the order of the calls; `messages` has sends and receives. Needs
+PyTorch; imported by `backend` when a process group is made.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -20,15 +17,17 @@ from zbmd.collectives.algorithms import catalogue
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
 from zbmd.collectives.communicator.turns import NO_ROOT
-from zbmd.collectives.group.group import Group
+from zbmd.collectives.device.staged_calls import Cut
 from zbmd.collectives.torch.barrier import monitored_barrier, seconds
 from zbmd.collectives.torch.continuity import CONTINUITY
-from zbmd.collectives.torch.flights import kept, label, like, profiled
+from zbmd.collectives.torch.cuda.calls import DeviceWork
+from zbmd.collectives.torch.cuda.devices import SEAM, buffer_of
+from zbmd.collectives.torch.flights import profiled
 from zbmd.collectives.torch.functions import uncompiled
 from zbmd.collectives.torch.identity import Unmade
-from zbmd.collectives.torch.messages import Messages, raising
-from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse, reduction_of
-from zbmd.collectives.torch.stand_in import Alone
+from zbmd.collectives.torch.messages import raising
+from zbmd.collectives.torch.queue import Queue
+from zbmd.collectives.torch.reductions import Reduction, all_reduce_sparse
 from zbmd.collectives.torch.tensors import (
     Array,
     Called,
@@ -40,7 +39,7 @@ from zbmd.collectives.torch.tensors import (
     row_elements,
     splits_text,
 )
-from zbmd.collectives.torch.work import COMPLETERS, DONE, OVER, MessageWork, Work, as_torch_error, in_call
+from zbmd.collectives.torch.work import OVER, MessageWork, Work, as_torch_error, in_call
 from zbmd.collectives.torch.world import world
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.native._native import now_ns
@@ -48,16 +47,10 @@ from zbmd.transport.native._native import now_ns
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
 
-Operation = Callable[[Any, int], object]
-"""Takes the communicator, or its stand-in, and the deadline, ns."""
-Call = tuple[int, Any, Any, str, int]
-"""A call as the fast path knows it: its operation, x, out, reduction and root."""
-_NO_TIME = timedelta(0)
 _ALL_REDUCE: Final = catalogue.Operation.ALL_REDUCE.value
 _ALL_GATHER: Final = catalogue.Operation.ALL_GATHER.value
 _BROADCAST: Final = catalogue.Operation.BROADCAST.value
 _REDUCE_SCATTER: Final = catalogue.Operation.REDUCE_SCATTER.value
-_REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 def create(options: Any) -> Any:
@@ -78,20 +71,11 @@ def create(options: Any) -> Any:
     return group
 
 
-class Operations(Messages):
+class Operations(Queue):
     """The methods of a process group; `ProcessGroup` has torch's class below it.
 
     Each collective takes its tensors as buffers, and queues a call of the communicator's operation.
     """
-
-    def __init__(
-        self, group: Group | Unmade, store: Any, timeout_s: float, name: str, ranks: Sequence[int] = ()
-    ) -> None:
-        super().__init__(group, store, timeout_s, name, ranks)
-        self._together: list[Future[Any]] | None = None
-        self.flights: deque[Called] = deque(maxlen=kept())
-        self._completers = ThreadPoolExecutor(COMPLETERS, thread_name_prefix="zbmd-torch-done")
-        self._closed = False
 
     # Collectives.
 
@@ -102,9 +86,10 @@ class Operations(Messages):
         if self.buckets is not None:
             self.buckets.take(tensor)
         if tensor.layout is not torch.strided:
+            on = None if tensor.is_cpu else self.device_calls.at(SEAM.require(tensor))
             text, run = all_reduce_sparse(tensor, reduction)
             called = Called("all_reduce", [], f"{text}{reduction.said}", terms=text)
-            return self._queue(called, run, [tensor], opts, timeout)
+            return self._queue(called, run, [tensor], opts, timeout, on=on)
         if CONTINUITY.is_usual and reduction.factor is None and self._is_first() and not profiled():
             array = array_in_place(tensor)
             if array is not None and getattr(opts, "asyncOp", True):
@@ -140,21 +125,26 @@ class Operations(Messages):
 
     def _reduce_in_place(self, tensors: Any, reduction: Reduction, opts: Any, timeout: Any) -> Any:
         buffers = _buffers(tensors, numbers=True, factor=reduction.factor)
-        run = partial(_all_reduce, [buffer.array for buffer in buffers], reduction.name)
+        run = partial(_all_reduce, buffers, reduction.name)
         called = Called("all_reduce", buffers, reduction.said, together=True)
-        return self._queue(called, run, tensors, opts, timeout, home=buffers)
+        cut = Cut(buffers[0].array.size, 1) if len(buffers) == 1 else None
+        return self._queue(called, run, tensors, opts, timeout, reads=buffers, home=buffers, cut=cut)
 
     @raising
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Any = None) -> Any:
         """Copy a tensor of one rank to all."""
-        buffer, place = TensorBuffer(only(tensors)), self._root(opts, root)
+        buffer, place = buffer_of(only(tensors)), self._root(opts, root)
 
         def run(c: Communicator, end_ns: int) -> None:
             c.broadcast(buffer.array, place, deadline_ns=end_ns)
 
         called = Called("broadcast", [buffer], f", src={place}")
         call = _BROADCAST, buffer.array, None, "sum", place
-        return self._queue(called, run, [only(tensors)], opts, timeout, home=[buffer], call=call)
+        home = [] if place == self.rank() else [buffer]
+        cut = Cut(buffer.array.size, 1)
+        return self._queue(
+            called, run, [only(tensors)], opts, timeout, reads=[buffer], home=home, call=call, cut=cut
+        )
 
     @raising
     def reduce(
@@ -162,14 +152,15 @@ class Operations(Messages):
     ) -> Any:
         """Reduce a tensor over all ranks, into that of one rank."""
         reduction, place = self._op(opts, op), self._root(opts, root)
-        buffer = TensorBuffer(only(tensors), numbers=True, factor=reduction.factor)
+        buffer = buffer_of(only(tensors), numbers=True, factor=reduction.factor)
 
         def run(c: Communicator, end_ns: int) -> None:
             c.reduce(buffer.array, place, op=reduction.name, deadline_ns=end_ns)
 
         called = Called("reduce", [buffer], f", dst={place}{reduction.said}")
         home = [buffer] if place == self.rank() else []
-        return self._queue(called, run, tensors, opts, timeout, home=home)
+        cut = Cut(buffer.array.size, 1)
+        return self._queue(called, run, tensors, opts, timeout, reads=[buffer], home=home, cut=cut)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Collect the tensors of all ranks, one after the other, in one."""
@@ -188,12 +179,16 @@ class Operations(Messages):
             for source, target in pairs:
                 c.all_gather(source.array, target.array.reshape(c.size, -1), deadline_ns=end_ns)
 
-        called = Called("all_gather_into_tensor", [source for source, _ in pairs], together=True)
-        call = None
+        sources = [source for source, _ in pairs]
+        called = Called("all_gather_into_tensor", sources, together=True)
+        call = cut = None
         if len(pairs) == 1:
             [(source, target)] = pairs
             call = _ALL_GATHER, source.array, target.array.reshape(self.size(), -1), "sum", NO_ROOT
-        return self._queue(called, run, outputs, opts, timeout, home=targets, call=call)
+            cut = Cut(source.array.size, 1 + self.size())
+        return self._queue(
+            called, run, outputs, opts, timeout, reads=sources, home=targets, call=call, cut=cut
+        )
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
@@ -220,7 +215,9 @@ class Operations(Messages):
             for source, buffers in zip(sources, targets, strict=True):
                 _hand_out(c.all_gather(source.array, deadline_ns=end_ns), buffers)
 
-        return self._queue(Called("all_gather", sources, together=True), run, outputs, opts, timeout)
+        called, home = Called("all_gather", sources, together=True), [each for row in targets for each in row]
+        cut = Cut(sources[0].array.size, 1 + self.size()) if len(sources) == 1 else None
+        return self._queue(called, run, outputs, opts, timeout, reads=sources, home=home, cut=cut)
 
     @raising
     def gather(
@@ -233,7 +230,7 @@ class Operations(Messages):
     ) -> Any:
         """Collect the tensors of all ranks in a list at one rank."""
         outputs = list_of(output_tensors)
-        source, place = TensorBuffer(only(input_tensors)), self._root(opts, root)
+        source, place = buffer_of(only(input_tensors)), self._root(opts, root)
         targets = _buffers(outputs, load=False)
         require_elements(targets, source.array.size)
 
@@ -242,7 +239,9 @@ class Operations(Messages):
             if place == c.place:
                 _hand_out(rows, targets)
 
-        return self._queue(Called("gather", [source], f", dst={place}"), run, outputs, opts, timeout)
+        called = Called("gather", [source], f", dst={place}")
+        cut = Cut(source.array.size, 1 + self.size())
+        return self._queue(called, run, outputs, opts, timeout, reads=[source], home=targets, cut=cut)
 
     @raising
     def scatter(
@@ -255,16 +254,16 @@ class Operations(Messages):
     ) -> Any:
         """Give each rank one tensor of a list that one rank has."""
         tensor, sources = only(output_tensors), _buffers(list_of(input_tensors))
-        place, target = self._root(opts, root), TensorBuffer(tensor, load=False)
+        place, target = self._root(opts, root), buffer_of(tensor, load=False)
         require_elements(sources, target.array.size)
 
         def run(c: Communicator, end_ns: int) -> None:
             rows = np.stack([source.array for source in sources]) if place == c.place else None
             c.scatter(rows, place, target.array, deadline_ns=end_ns)
 
-        return self._queue(
-            Called("scatter", [target], f", src={place}"), run, [tensor], opts, timeout, home=[target]
-        )
+        called = Called("scatter", [target], f", src={place}")
+        cut = Cut(target.array.size, 1 + self.size())
+        return self._queue(called, run, [tensor], opts, timeout, reads=sources, home=[target], cut=cut)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, opts: Any = None, op: Any = None, timeout: Any = None
@@ -289,12 +288,15 @@ class Operations(Messages):
 
         sources = [source for source, _ in pairs]
         called = Called("reduce_scatter_tensor", sources, reduction.said, together=True)
-        call = None
+        call = cut = None
         if len(pairs) == 1:
             [(source, target)] = pairs
             rows = source.array.reshape(self.size(), -1)
             call = _REDUCE_SCATTER, rows, target.array, reduction.name, NO_ROOT
-        return self._queue(called, run, outputs, opts, timeout, home=targets, call=call)
+            cut = Cut(target.array.size, 1 + self.size())
+        return self._queue(
+            called, run, outputs, opts, timeout, reads=sources, home=targets, call=call, cut=cut
+        )
 
     @raising
     def reduce_scatter(
@@ -302,7 +304,7 @@ class Operations(Messages):
     ) -> Any:
         """Reduce a list of tensors over all ranks; each keeps the one of its rank."""
         tensor, reduction = only(output_tensors), self._op(opts, op)
-        target = TensorBuffer(tensor, numbers=True, load=False)
+        target = buffer_of(tensor, numbers=True, load=False)
         sources = _buffers(list_of(input_tensors), numbers=True, factor=reduction.factor)
 
         def run(c: Communicator, end_ns: int) -> None:
@@ -311,7 +313,7 @@ class Operations(Messages):
             c.reduce_scatter_v(whole, rows, target.array, op=reduction.name, deadline_ns=end_ns)
 
         called = Called("reduce_scatter", sources, reduction.said)
-        return self._queue(called, run, [tensor], opts, timeout, home=[target])
+        return self._queue(called, run, [tensor], opts, timeout, reads=sources, home=[target])
 
     @raising
     def all_to_all_single(
@@ -324,7 +326,7 @@ class Operations(Messages):
         timeout: Any = None,
     ) -> Any:
         """Send each rank its rows of a tensor. Split sizes: in rows, none for even ones."""
-        source, target = TensorBuffer(input), TensorBuffer(output, load=False)
+        source, target = buffer_of(input), buffer_of(output, load=False)
         sends = row_elements(input, source, input_split_sizes, self.size())
         receives = row_elements(output, target, output_split_sizes, self.size())
         even = not len(input_split_sizes) and not len(output_split_sizes) and sends == receives
@@ -338,7 +340,8 @@ class Operations(Messages):
 
         splits = "" if even else splits_text(output_split_sizes, input_split_sizes)
         called = Called("all_to_all_single", [source], own=splits)
-        return self._queue(called, run, [output], opts, timeout, home=[target])
+        cut = Cut(sends[0], 2 * self.size()) if even else None
+        return self._queue(called, run, [output], opts, timeout, reads=[source], home=[target], cut=cut)
 
     @raising
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -352,168 +355,18 @@ class Operations(Messages):
             came = c.all_to_all_v(whole, sends, receives, deadline_ns=end_ns)
             _hand_out(np.split(came.reshape(-1), np.cumsum(receives)[:-1]), targets)
 
-        return self._queue(Called("all_to_all", sources), run, output_tensors, opts, timeout)
+        called = Called("all_to_all", sources)
+        return self._queue(called, run, output_tensors, opts, timeout, reads=sources, home=targets)
 
     @raising
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Wait for all ranks."""
-        return self._queue(Called("barrier", []), _barrier, [], opts, timeout)
+        """Wait for all ranks, and, where the group has had tensors on a device, for the current stream."""
+        on = self.device_calls.ordered()
+        return self._queue(Called("barrier", []), _barrier, [], opts, timeout, on=on)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; an error names those that do not come. See `barrier`."""
         monitored_barrier(self, seconds(timeout, self._timeout_s), wait_all_ranks)
-
-    # The queue.
-
-    def _queue(
-        self,
-        called: Called,
-        operation: Operation,
-        outputs: Sequence[Any],
-        opts: Any,
-        timeout: Any = None,
-        *,
-        home: Sequence[TensorBuffer] = (),
-        call: Call | None = None,
-    ) -> Any:
-        """Queue an operation, after which what came into the buffers of `home` is in their tensors.
-
-        call: what the fast path may begin instead.
-        """
-        if call and CONTINUITY.is_usual and not called.terms and getattr(opts, "asyncOp", True):
-            work = None if profiled() else self._begin_here(called, call, outputs, opts, timeout, home)
-            if work is not None:
-                return work
-        self._number(called, opts, timeout)
-        if CONTINUITY.is_alone:
-            self._alone(operation, home)
-            CONTINUITY.answer(self._name, called.number, outputs)
-            return self._work(DONE, outputs)
-        self.flights.append(called)
-        if not profiled():
-            return self._begin(called, operation, outputs, opts, home)
-        with label(called.name, [*like(called)]):
-            return self._begin(called, operation, outputs, opts, home)
-
-    def _number(self, called: Called, opts: Any, timeout: Any) -> None:
-        called.limit_ns, called.called_ns = self._limit_ns(opts, timeout), now_ns()
-        self._calls = called.number = self._calls + 1
-        called.place = self.title
-
-    def _begin(
-        self,
-        called: Called,
-        operation: Operation,
-        outputs: Sequence[Any],
-        opts: Any,
-        home: Sequence[TensorBuffer],
-    ) -> Any:
-        end_ns, epoch = called.called_ns + called.limit_ns, self._group.epoch
-        forgive = CONTINUITY.keep(outputs)
-
-        def run(c: Communicator) -> None:
-            c.label(called.text)
-            called.began_ns = now_ns()
-            try:
-                if called.terms:
-                    c.agree_on(called.terms, deadline_ns=end_ns)
-                operation(c, end_ns)
-            except ZbmdError as error:
-                CONTINUITY.note(error, epoch)
-                if forgive is None or not forgive(error, epoch):
-                    raise in_call(error, called.text()) from None
-                self._alone(operation)
-            self._ended(called, outputs, home)
-
-        if self._may_run_here(opts):
-            run(self._group.communicator)
-            return OVER
-        return self._work(self._group.submit(run, patience_s=(end_ns - now_ns()) / 1e9), outputs)
-
-    def _ended(self, called: Called, outputs: Sequence[Any], home: Sequence[TensorBuffer]) -> None:
-        for buffer in home:
-            buffer.bring_home()
-        called.ended_ns = now_ns()
-        CONTINUITY.record(self._name, called.number, outputs)
-
-    def _alone(self, operation: Operation, home: Sequence[TensorBuffer] = ()) -> None:
-        """Carry an operation out without the others."""
-        operation(Alone(self.rank(), self.size()), 0)
-        for buffer in home:
-            buffer.bring_home()
-
-    def _begin_here(
-        self,
-        called: Called,
-        call: Call,
-        outputs: Sequence[Any],
-        opts: Any,
-        timeout: Any,
-        home: Sequence[TensorBuffer] = (),
-    ) -> Any:
-        """Begin a small operation that has been made before on this thread; None: it is to be queued.
-
-        The thread that waits for it ends it.
-        """
-        if not self._is_first():
-            return None
-        done, epoch = Future[Any](), self._group.epoch
-
-        def landed(error: BaseException | None) -> None:
-            _ = call  # whose arrays it reads and writes until now
-            if error is None:
-                self._ended(called, outputs, home)
-                done.set_result(None)
-                return
-            if isinstance(error, ZbmdError):
-                CONTINUITY.note(error, epoch)
-                in_call(error, called.text())
-            done.set_exception(error)
-
-        self._number(called, opts, timeout)
-        called.began_ns = called.called_ns
-        if not self._group.communicator.begin(call, called.limit_ns, called.text, landed):
-            self._calls -= 1
-            return None
-        self.flights.append(called)
-        work = Work(done, outputs, self._completers, None, self._group)
-        self._kept.append(work)
-        return work
-
-    def _may_run_here(self, opts: Any) -> bool:
-        """Whether the caller waits for the operation that it asks for, and none is queued before it."""
-        return not getattr(opts, "asyncOp", True) and self._is_first()
-
-    def _is_first(self) -> bool:
-        return self._together is None and not self._group.communicator.fast_path.queued
-
-    def _limit_ns(self, opts: Any, timeout: Any) -> int:
-        given = timeout if timeout is not None else getattr(opts, "timeout", None)
-        if given is None or given <= _NO_TIME:
-            return self._timeout_ns
-        return int(min(given.total_seconds(), TIMEOUT_S_MAX) * 1e9)
-
-    def _op(self, opts: Any, op: Any) -> Reduction:
-        if op is None and isinstance(opts, _REDUCE_OPS):
-            op = opts  # given by position
-        if op is None:
-            op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        return reduction_of(op)
-
-    def _root(self, opts: Any, root: int | None) -> int:
-        return self._rank(opts.rootRank if root is None else root)
-
-    def _start_coalescing(self, _: Any) -> None:
-        self._together = []
-
-    def _end_coalescing(self, _: Any) -> Any:
-        together, self._together = self._together or [], None
-
-        def all_done() -> None:
-            for done in together:
-                done.result()
-
-        return Work(self._completers.submit(all_done), [], self._completers)
 
     # Its end.
 
@@ -528,6 +381,8 @@ class Operations(Messages):
             self._store = None
             if not isinstance(self._group, Unmade):
                 world().close(self._group, "destroyed its process group")
+            self._device_messages.close()
+            self.device_calls.close()
             self._completers.shutdown(wait=False)
             if not self.ranks:
                 CONTINUITY.leave()
@@ -541,10 +396,11 @@ class Operations(Messages):
 
 
 ProcessGroup: Any = type("ProcessGroupZbmd", (Operations, dist.ProcessGroup), {"__doc__": Operations.__doc__})
-uncompiled(ProcessGroup, Work, MessageWork)
+uncompiled(ProcessGroup, Work, MessageWork, DeviceWork)
 
 
-def _all_reduce(arrays: list[Array], reduction: str, c: Communicator, end_ns: int) -> None:
+def _all_reduce(buffers: Sequence[TensorBuffer], reduction: str, c: Communicator, end_ns: int) -> None:
+    arrays = [buffer.array for buffer in buffers]
     if len(arrays) == 1:
         c.all_reduce(arrays[0], op=reduction, deadline_ns=end_ns)
     else:
@@ -558,7 +414,7 @@ def _barrier(c: Communicator, end_ns: int) -> None:
 def _buffers(
     tensors: Iterable[Any], *, numbers: bool = False, load: bool = True, factor: Any = None
 ) -> list[TensorBuffer]:
-    return [TensorBuffer(tensor, numbers=numbers, load=load, factor=factor) for tensor in tensors]
+    return [buffer_of(tensor, numbers=numbers, load=load, factor=factor) for tensor in tensors]
 
 
 def _pairs(
@@ -573,4 +429,3 @@ def _pairs(
 def _hand_out(rows: Sequence[Array] | Array, targets: Sequence[TensorBuffer]) -> None:
     for row, target in zip(rows, targets, strict=True):
         target.array[:] = row.reshape(-1)
-        target.bring_home()

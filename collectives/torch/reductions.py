@@ -65,18 +65,14 @@ def all_reduce_sparse(tensor: Any, reduction: Reduction) -> tuple[str, Callable[
     """Return the text of a sparse COO tensor, and an operation that adds it up over all ranks, in place.
 
     All ranks gather the indices and values of all, whose numbers may differ, and add up those of one index in
-    the order of the ranks. Raises `UserError` for another reduction, layout or device.
+    the order of the ranks. Raises `UserError` for another reduction or layout.
     """
     if tensor.layout is not torch.sparse_coo or reduction.name != "sum" or reduction.factor is not None:
         raise UserError(
             f"all_reduce of a tensor with layout {tensor.layout}: expected ReduceOp.SUM of torch.sparse_coo, "
             f"got {reduction.name}; .to_dense() has all reductions"
         )
-    if not tensor.is_cpu:
-        raise UserError(
-            f"a tensor is on {tensor.device}: the backend zbmd takes those in host memory (.cpu())"
-        )
-    given, places_in = tensor.detach().coalesce(), tensor.sparse_dim()
+    given, places_in = tensor.detach().coalesce().cpu(), tensor.sparse_dim()
     count, shape = given.values().shape[0], given.values().shape[1:]
     places = _rows(given.indices().t().contiguous(), count)
     values = _rows(given.values().contiguous(), count)
@@ -92,7 +88,7 @@ def all_reduce_sparse(tensor: Any, reduction: Reduction) -> tuple[str, Callable[
             indices = _tensor_of(all_places, (total, places_in), torch.int64).t()
             summed = _tensor_of(all_values, (total, *shape), tensor.dtype)
             gathered = torch.sparse_coo_tensor(indices, summed, tensor.shape, check_invariants=False)
-            tensor.copy_(gathered.coalesce())
+            tensor.copy_(gathered.coalesce().to(tensor.device))
 
     return text, run
 

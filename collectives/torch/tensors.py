@@ -50,21 +50,34 @@ class TensorBuffer:
     __slots__ = ("_flat", "_home", "array", "is_plain", "shape", "tensor_dtype")
 
     def __init__(self, tensor: Any, *, numbers: bool = False, load: bool = True, factor: Any = None) -> None:
+        self.require_dense(tensor)
+        if not tensor.is_cpu:
+            raise UserError(
+                f"a tensor is on {tensor.device}: the backend zbmd takes those in host memory here (.cpu())"
+            )
+        self.array: Array = _array_over(self.take(tensor, numbers, load, factor), numbers)
+        self.note_plain(factor)
+
+    @staticmethod
+    def require_dense(tensor: Any) -> None:
+        """Raise `UserError` if a tensor is sparse."""
         if tensor.layout is not _STRIDED:
             raise UserError(
                 f"a tensor has layout {tensor.layout}: the backend zbmd takes dense ones (.to_dense())"
             )
-        if not tensor.is_cpu:
-            raise UserError(
-                f"a tensor is on {tensor.device}: the backend zbmd takes those in host memory (.cpu())"
-            )
+
+    def take(self, tensor: Any, numbers: bool, load: bool, factor: Any) -> Any:
+        """Return a contiguous tensor with its elements: itself, or a copy that is brought home."""
         self.shape, self.tensor_dtype = tensor.shape, tensor.dtype
         self._home = self._flat = None
         wide = _WIDENED.get(tensor.dtype) if numbers else None
         if wide or factor is not None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             self._home = whole = tensor.detach()
             self._flat = tensor = _packed(whole, wide, factor) if load else _unfilled(whole, wide)
-        self.array: Array = _array_over(tensor, numbers)
+        return tensor
+
+    def note_plain(self, factor: Any) -> None:
+        """Set `is_plain`."""
         # Otherwise ranks agree on it by one more operation: a small call takes five times as long.
         own = self.tensor_dtype in _NUMPY or self.array.dtype.name == "bfloat16"
         self.is_plain = own and factor is None
@@ -230,16 +243,22 @@ def require_elements(buffers: Sequence[TensorBuffer], count: int) -> None:
             raise UserError(f"{shape} was given where the other tensors of the call take {count}")
 
 
-def _array_over(flat: Any, numbers: bool) -> Array:
+def number_type(flat: Any, numbers: bool) -> tuple[int, np.dtype[Any]]:
+    """Return how many elements of which dtype of numpy's a contiguous tensor is. Raises `UserError`."""
     count, dtype = flat.numel(), _NUMPY.get(flat.dtype)
     if dtype is None and flat.dtype is torch.bfloat16:
         dtype = _bfloat16(numbers)
     elif dtype is None and numbers:
         raise UserError(f"{flat.dtype} cannot be reduced by the backend zbmd")
-    if not count:
-        return np.empty(0, dtype or _BYTES)
     if dtype is None:
         count, dtype = count * flat.element_size(), _BYTES
+    return count, dtype
+
+
+def _array_over(flat: Any, numbers: bool) -> Array:
+    count, dtype = number_type(flat, numbers)
+    if not count:
+        return np.empty(0, dtype)
     # `Tensor.numpy()` would forbid that the tensor's storage is resized ever after, as FSDP does.
     return array_at(flat, flat.data_ptr(), count, dtype)
 

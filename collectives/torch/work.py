@@ -55,6 +55,9 @@ class Waits:
     the group in whose fast path the operation flies, if it does: who asks for its end brings it about.
     """
 
+    _devices: Sequence[Any] | None = None
+    """Of its tensors, if they are not in host memory: a future takes those of no other."""
+
     def __init__(
         self,
         done: Future[Any],
@@ -138,7 +141,7 @@ class Waits:
                 raise as_torch_error(error)
             return outputs
 
-        base = torch.futures.Future()
+        base = torch.futures.Future(devices=self._devices)
         # `set_exception` would store an ordinary value, which C++ takes for a result.
         self._future = base.then(value)
 

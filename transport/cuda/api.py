@@ -215,6 +215,18 @@ class CudaApi(Protocol):
         """Make `stream` wait for `event` before it runs what is queued from now on."""
         ...
 
+    def waits_for_values(self) -> bool:
+        """Whether streams of the device can wait for numbers in memory (`stream_wait_value`)."""
+        ...
+
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        """cuStreamWaitValue32: make `stream` wait until the 32-bit number at `address` is `value` or greater.
+
+        The number lies in page-locked memory of the host; it is compared modulo 2**32. CUDA knows nothing of
+        this order: until the number is there, no call that waits for the whole device comes back.
+        """
+        ...
+
     def stream_synchronize(self, stream: int) -> None:
         """Wait until all that was asked of it is done."""
         ...

@@ -28,6 +28,11 @@ _IPC_EVENT_SUPPORT: Final = 125
 """cudaDevAttrIpcEventSupport."""
 _DMA_BUF_SUPPORTED: Final = 124
 """CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, which the runtime's attributes leave out."""
+_CAN_USE_STREAM_MEM_OPS: Final = 122
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: that of the second version, which needs no setting."""
+_WAIT_VALUE_GEQ: Final = 0
+"""CU_STREAM_WAIT_VALUE_GEQ."""
+_VALUE: Final = (1 << 32) - 1
 _WORD: Final = (1 << 64) - 1
 _DMA_BUF_FD: Final = 1
 """CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD."""
@@ -131,16 +136,17 @@ class CudaRuntime:
                 pci=self._call("deviceGetPCIBusId", self.device).lower(),
                 unified_addressing=bool(properties["unifiedAddressing"]),
                 ipc_events=bool(self._call("deviceGetAttribute", _IPC_EVENT_SUPPORT, self.device)),
-                dma_buf=self._has_dma_buf(),
+                dma_buf=self._has(_DMA_BUF_SUPPORTED),
                 wsl=_under_wsl(),
             )
         return self._facts
 
-    def _has_dma_buf(self) -> bool:
+    def _has(self, attribute: int) -> bool:
+        """Whether the device has what an attribute of the driver's says."""
         value = ctypes.c_int(0)
         try:
             self._driver_call(
-                "cuDeviceGetAttribute", ctypes.byref(value), _DMA_BUF_SUPPORTED, ctypes.c_int(self.device)
+                "cuDeviceGetAttribute", ctypes.byref(value), attribute, ctypes.c_int(self.device)
             )
         except CudaFault:  # an older driver knows no such attribute
             return False
@@ -317,6 +323,20 @@ class CudaRuntime:
     def stream_wait_event(self, stream: int, event: int) -> None:
         """See `CudaApi`."""
         self._call("streamWaitEvent", stream, event)
+
+    def waits_for_values(self) -> bool:
+        """See `CudaApi`."""
+        return self._has(_CAN_USE_STREAM_MEM_OPS)
+
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        """See `CudaApi`."""
+        self._driver_call(
+            "cuStreamWaitValue32_v2",
+            ctypes.c_void_p(stream),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value & _VALUE),
+            ctypes.c_uint(_WAIT_VALUE_GEQ),
+        )
 
     def stream_synchronize(self, stream: int) -> None:
         """See `CudaApi`."""

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.devices.cuda_model_array import ModelArray
+from support.devices.cuda_model_values import DeviceRace, Undefined, ValueWaits
 from zbmd.transport.cuda.api import (
     HANDLE_BYTES,
     UUID_BYTES,
@@ -39,14 +40,6 @@ _FIRST_ADDRESS: Final = 1 << 40
 _PAGE_BYTES: Final = 4096
 _GAP: Final = 1 << 32
 """Between allocations: a model's address never is one of the host, or of two of them."""
-
-
-class DeviceRace(CudaFault):
-    """Two accesses of the same bytes, one of them a write, that nothing orders."""
-
-
-class Undefined(CudaFault):
-    """Something of which CUDA says nothing."""
 
 
 def _join(into: Clock, other: Clock) -> None:
@@ -215,7 +208,7 @@ def _is_device(address: int) -> bool:
     return _FIRST_ADDRESS <= address < 1 << 46
 
 
-class ModelProcess:
+class ModelProcess(ValueWaits):
     """See `zbmd.transport.cuda.api.CudaApi`: one process of a `ModelHost`. Its threads share one clock."""
 
     def __init__(self, host: ModelHost, device: int) -> None:
@@ -351,6 +344,7 @@ class ModelProcess:
 
     def host_alloc(self, nbytes: int) -> memoryview:
         """See `CudaApi`."""
+        self.require_free()
         return memoryview(bytearray(nbytes))
 
     def host_free(self, memory: memoryview) -> None:
@@ -361,6 +355,7 @@ class ModelProcess:
         """See `CudaApi`."""
         with self.host.lock:
             self._check()
+            self.require_free()
             if address % _PAGE_BYTES or nbytes % _PAGE_BYTES or address in self.registered:
                 raise CudaFault("invalid value: whole pages are registered, and once")
             self.registered[address] = nbytes
@@ -368,6 +363,7 @@ class ModelProcess:
     def host_unregister(self, address: int) -> None:
         """See `CudaApi`."""
         with self.host.lock:
+            self.require_free()
             if self.registered.pop(address, None) is None:
                 raise CudaFault("host memory is not registered")
 
@@ -413,8 +409,9 @@ class ModelProcess:
         with self.host.lock:
             self._check()
             mine = self._streams[stream]
-            if not self.host.run_until(lambda: not mine.queue):
-                raise CudaFault("a stream waits for an event that nobody records")
+        if not self.until(lambda: not mine.queue):
+            raise CudaFault("a stream waits for an event that nobody records")
+        with self.host.lock:
             _join(self.clock, mine.clock)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
@@ -460,8 +457,9 @@ class ModelProcess:
             self._check()
             its = self._event(event)
             wanted = its.recorded
-            if not self.host.run_until(lambda: wanted in its.ran or self.dead):
-                raise CudaFault("an event is waited for that nobody records")
+        if not self.until(lambda: wanted in its.ran or self.dead):
+            raise CudaFault("an event is waited for that nobody records")
+        with self.host.lock:
             self._check()
             _join(self.clock, its.ran[wanted])
 
@@ -569,6 +567,7 @@ class ModelProcess:
 
     def _settle(self) -> None:
         """cudaFree waits for the device."""
+        self.require_free()
         for stream in self._streams.values():
             self._idle(stream)
 

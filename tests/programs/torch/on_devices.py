@@ -1,0 +1,251 @@
+"""Every operation with tensors on a modelled device, beside the same operation with tensors of the host.
+
+    zbmd-node run --nproc-per-node 3 tests/programs/torch/on_devices.py NAME
+
+The device runs what it is asked late and in an order that is drawn, and raises where nothing orders two
+accesses of the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.devices.torch_model import DEVICES, get, install, put
+
+from zbmd.collectives.device.staged_calls import SLOT_BYTES
+from zbmd.collectives.errors import OperationAborted
+from zbmd.transport.errors import PeerLost, UserError
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore")
+ME, N = 0, 0
+Place = Callable[[torch.Tensor], Any]
+LARGE = SLOT_BYTES // 4 * 2 + 1_003
+"""Elements of float32 that take several pieces, the last of them uneven."""
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool),
+    *(torch.int32, torch.complex64, torch.float8_e4m3fn),
+)
+
+
+def mine(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return (torch.arange(count).reshape(shape) % 5 + ME).to(dtype)
+
+
+def reductions(place: Place, count: int, dtype: torch.dtype) -> list[Any]:
+    """All operations that reduce."""
+    x, y, z = (place(mine(count, dtype=dtype)) for _ in range(3))
+    dist.all_reduce(x)
+    dist.all_reduce(y, op=dist.ReduceOp.SUM if dtype.is_complex else dist.ReduceOp.MAX)
+    dist.reduce(z, 1)
+    out, outs = place(torch.zeros(count).to(dtype)), place(torch.zeros(count).to(dtype))
+    dist.reduce_scatter_tensor(out, place(mine(N * count, dtype=dtype)))
+    dist.reduce_scatter(outs, [place(mine(count, dtype=dtype)) for _ in range(N)])
+    several = [place(mine(count, dtype=dtype)), place(mine(3, dtype=dtype))]
+    dist.all_reduce_coalesced(several)
+    return [x, y, z, out, outs, *several]
+
+
+def moves(place: Place, count: int, dtype: torch.dtype) -> list[Any]:
+    """All operations that move."""
+
+    def empty(*shape: int) -> Any:
+        return place(torch.zeros(shape).to(dtype))
+
+    x = place(mine(count, dtype=dtype))
+    root = place(mine(count, dtype=dtype))
+    dist.broadcast(root, 1)
+    whole = empty(N * count)
+    dist.all_gather_into_tensor(whole, x)
+    rows = [empty(count) for _ in range(N)]
+    dist.all_gather(rows, x)
+    at_root = [empty(count) for _ in range(N)] if ME == 2 else None
+    dist.gather(x, at_root, dst=2)
+    own = empty(count)
+    dist.scatter(own, [place(mine(count, dtype=dtype)) for _ in range(N)] if ME == 0 else None, src=0)
+    even, uneven = empty(N * count), empty(sum(rank + 1 for rank in range(N)))
+    dist.all_to_all_single(even, place(mine(N * count, dtype=dtype)))
+    dist.all_to_all_single(
+        uneven, place(mine(N * (ME + 1), dtype=dtype)), [rank + 1 for rank in range(N)], [ME + 1] * N
+    )
+    parts = [empty(rank + 1) for rank in range(N)]
+    dist.all_to_all(parts, [place(mine(ME + 1, dtype=dtype)) for _ in range(N)])
+    return [root, whole, *rows, *(at_root or []), own, even, uneven, *parts]
+
+
+def same(there: list[Any], here: list[Any], what: object) -> None:
+    for number, (a, b) in enumerate(zip(there, here, strict=True)):
+        found = get(a)
+        bits = (found.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        assert found.dtype == b.dtype and torch.equal(*bits), (what, number, found, b)
+
+
+def operations() -> None:
+    for dtype in DTYPES:
+        for run in (reductions, moves):
+            count = 37
+            same(run(put, count, dtype), run(torch.clone, count, dtype), (run.__name__, dtype))
+    same(reductions(put, LARGE, torch.int32), reductions(torch.clone, LARGE, torch.int32), "large")
+    same(moves(put, LARGE, torch.float32), moves(torch.clone, LARGE, torch.float32), "large")
+    same(moves(put, 0, torch.float32), moves(torch.clone, 0, torch.float32), "empty")
+    for place in (put, torch.clone):
+        turned = place(mine(6, 5).T)
+        dist.all_reduce(turned, op=dist.ReduceOp.AVG)
+        scaled = place(mine(9))
+        dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(2.0))
+        out = place(torch.zeros(4, 3).T)
+        dist.broadcast(out if ME else place(mine(3, 4)), 0)
+        results = [turned, scaled, *([out] if ME else [])]
+        if place is put:
+            there = results
+    same(there, results, "strides and factors")
+    dist.barrier()
+
+
+def messages() -> None:
+    for count in (3, 40_000):
+        x, out = put(mine(count)), put(torch.zeros(count))
+        ops = [dist.P2POp(dist.isend, x, (ME + 1) % N), dist.P2POp(dist.irecv, out, (ME - 1) % N)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        expected = torch.arange(count) % 5 + (ME - 1) % N
+        assert torch.equal(get(out), expected.float())
+    if ME:
+        for number in range(4):  # of one destination, in order
+            dist.isend(put(torch.tensor([ME * 10 + number])), 0, tag=3)
+    else:
+        seen: dict[int, list[int]] = {}
+        out = put(torch.zeros(1, dtype=torch.int64))
+        for _ in range(4 * (N - 1)):
+            source = dist.recv(out, tag=3)
+            seen.setdefault(source, []).append(int(get(out)) - 10 * source)
+        assert seen == {rank: [0, 1, 2, 3] for rank in range(1, N)}, seen
+    turned = put(torch.zeros(4, 3).T)
+    if ME == 0:
+        dist.send(put(mine(3, 4)), 1)
+    elif ME == 1:
+        dist.recv(turned, 0)
+        assert torch.equal(get(turned), mine(3, 4) - 1)
+    dist.barrier()
+
+
+def streams() -> None:
+    """Work before the call comes first; streams wait for the end; nothing waits for work after the call."""
+    process = DEVICES.process
+    side, late = process.stream_create(), process.stream_create()
+    # The tensor is made on a stream that is not the default one.
+    with DEVICES.on_stream(0, side):
+        x = put(torch.ones(1000))
+        for _ in range(5):
+            x.mul_(2)
+        work = dist.all_reduce(x, async_op=True)
+        future = work.get_future().then(lambda done: done.value()[0])
+        work.wait()
+        x.add_(1)
+        assert future.wait() is x
+        assert torch.equal(get(x), torch.full((1000,), 32.0 * N + 1))
+    # A stream waits for the end, and its thread does not: the others come later.
+    y = put(torch.ones(50_000))
+    dist.barrier()
+    if ME == 0:
+        work = dist.all_reduce(y, async_op=True)
+        work.block_current_stream()
+        y.mul_(3)  # behind the all-reduce, which has not begun on the others
+        assert not work.is_completed()
+        dist.send(torch.zeros(1), 1)
+    else:
+        if ME == 1:
+            dist.recv(torch.zeros(1), 0)
+            dist.send(torch.zeros(1), 2)
+        else:
+            dist.recv(torch.zeros(1), 1)
+        dist.all_reduce(y, async_op=True).block_current_stream()
+        y.mul_(3)
+    assert torch.equal(get(y), torch.full((50_000,), 3.0 * N))
+    # The stream of a call may wait for it: the call comes after what was asked before it alone.
+    with DEVICES.on_stream(0, late):
+        w = put(torch.ones(100))
+        first = dist.all_reduce(w, async_op=True)
+        first.block_current_stream()
+        second = dist.all_reduce(w, async_op=True)
+        second.block_current_stream()
+        w.sub_(1)
+    process.stream_synchronize(late)
+    with DEVICES.on_stream(0, late):
+        assert torch.equal(get(w), torch.full((100,), N * N - 1.0))
+    dist.barrier()
+
+
+def refused() -> None:
+    def fails(call: Callable[[], object], *texts: str) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            assert isinstance(error.__cause__, UserError), repr(error.__cause__)
+            assert all(text in str(error) for text in texts), str(error)
+        else:
+            raise AssertionError(f"{texts} was expected")
+
+    out = torch.zeros(4 * N)
+    fails(
+        lambda: dist.all_gather_into_tensor(out, put(mine(4))), "one call has tensors in host memory and on"
+    )
+    fails(lambda: dist.all_reduce(torch.ones(3, device="meta")), "a tensor is on meta", ".cpu()")
+    DEVICES.chosen = 3
+    fails(lambda: dist.all_reduce(put(mine(4))), "the device of this rank is cudamodel:3", "set_device()")
+    DEVICES.chosen = 0
+    x = put(mine(4))
+    dist.all_reduce(x)
+    assert torch.equal(get(x), sum(torch.arange(4) + rank for rank in range(N)).float())
+
+
+def lost() -> None:
+    """A rank dies in an operation: `wait` raises, and a stream that waits goes on, with an error to come."""
+    x, y = put(torch.ones(1000)), put(torch.ones(1000))
+    dist.all_reduce(x)
+    get(x)
+    if ME == 2:
+        for rank in range(2):
+            dist.recv(torch.zeros(1), rank)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(torch.zeros(1), 2)  # it is out of the operation
+    work = dist.all_reduce(x, async_op=True)
+    held = dist.all_reduce(y, async_op=True)
+    held.block_current_stream()
+    y.mul_(2)
+    get(y)  # the stream goes on
+    calls = [lambda: dist.all_reduce(x), lambda: dist.all_reduce(x)]
+    for call in [*([] if os.environ["ZBMD_WAIT_ON_STREAM"] == "1" else [work.wait]), *calls]:
+        try:
+            call()
+        except RuntimeError as error:
+            assert isinstance(error.__cause__, PeerLost | OperationAborted), repr(error.__cause__)
+        else:
+            raise AssertionError("an operation with a lost rank has succeeded")
+    assert work.exception() is not None and not work.is_success()
+
+
+def main() -> None:
+    global ME, N
+    dist.init_process_group("zbmd", timeout=timedelta(minutes=2))
+    ME, N = dist.get_rank(), dist.get_world_size()
+    install(seed=ME + 1)
+    globals()[sys.argv[1]]()
+    DEVICES.process.host.drain()
+    assert DEVICES.process.host.failed is None
+    assert not DEVICES.process._held, "a stream waits for ever"
+    print("good", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -49,9 +49,9 @@ def register(dist: Any) -> None:
         handlers.update({scheme: _of_ranks(scheme, handlers, before) for scheme in before})
 
 
-def _create(options: Any, _: Any) -> Any:
-    """Return a process group, for `torch.distributed`."""
-    return importlib.import_module("zbmd.collectives.torch.backend").create(options)
+def _create(options: Any, of_others: Any) -> Any:
+    """Return a process group, for `torch.distributed`. of_others: `pg_options`, which ours has none of."""
+    return importlib.import_module("zbmd.collectives.torch.backend").create(options, of_others)
 
 
 def _of_ranks(scheme: str, handlers: dict[str, Handler], before: dict[str, Handler]) -> Handler:

@@ -24,9 +24,8 @@ from zbmd.actors.bootstrap.attached.messages import Hello, Order, Plan, decode_h
 from zbmd.actors.process.exit import script_ended
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.p2p.tagged import named
-from zbmd.collectives.torch.served_store import keep_store
 from zbmd.collectives.torch.work import as_torch_error
-from zbmd.collectives.torch.world import leave, world
+from zbmd.collectives.torch.world import keep_store, leave, world
 from zbmd.transport.errors import DeadlineExceeded, UserError, ZbmdError
 from zbmd.transport.handshake.cookie import use_cookie
 from zbmd.transport.native._native import now_ns

@@ -30,11 +30,14 @@ def register() -> None:
     zbmd_autoload.register(dist)
 
 
-def create(options: Any) -> Any:
-    """Return the process group that `torch.distributed` asks for. Raises `DistBackendError`."""
+def create(options: Any, of_others: Any = None) -> Any:
+    """Return the process group that `torch.distributed` asks for. Raises `DistBackendError`.
+
+    of_others: `pg_options`, for a backend beside ours.
+    """
     importlib.import_module("zbmd.collectives.torch.attach").ensure(options)
     for name in ("functions", "flights"):
         module: Any = importlib.import_module(f"zbmd.collectives.torch.{name}")
-        module.install(BACKEND)
+        module.install()
     groups: Any = importlib.import_module("zbmd.collectives.torch.process_group")
-    return groups.create(options)
+    return groups.create(options, of_others)

@@ -22,7 +22,7 @@ from weakref import ReferenceType, ref
 import msgspec
 import numpy as np
 
-from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.transport.errors import LinkClosed, PeerLost, RemoteProtocolError, UserError, ZbmdError
@@ -99,6 +99,8 @@ class Continuity:
         self._answers: dict[tuple[str, int], list[bytes]] = {}
         self._tail_alone = False
         self._closers: list[Callable[[], None]] = []
+        self.store: Any = None
+        """That of the last meeting of the job's ranks, which all of them have; None elsewhere."""
 
     # The process groups, in the order in which they were made.
 
@@ -200,6 +202,23 @@ class Continuity:
             and (epoch == self.epoch or 0 in (epoch, self.epoch))
         ):
             self.broken = error
+
+    def lost(self, rank: int) -> None:
+        """A rank of the job has ended: end what backends beside ours do in the groups with it.
+
+        Blocks until they are aborted. Groups without such backends hear of it in their own operations.
+        """
+        for group in self.groups:
+            made, companions = group.made, group.companions
+            if made is None or companions is None or rank not in made.members:
+                continue
+            error = MembersLost(
+                (rank,),
+                f"and the communicators of {', '.join(companions.wanted.values())} of {group.title} are "
+                "aborted; wait for the next view, or destroy the process groups and initialise again",
+            )
+            self.note(error, made.epoch)
+            companions.lost(error, made.epoch)
 
     def is_of_a_loss(self, error: BaseException) -> bool:
         """Return whether an error follows from a loss; out of `backward()` its type and cause are gone."""

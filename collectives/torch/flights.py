@@ -62,7 +62,7 @@ def like(called: Called) -> Iterator[Any]:
         yield torch.empty(shape, dtype=dtype, device="meta")
 
 
-def install(backend: str) -> None:
+def install() -> None:
     """Add our groups' calls to the dump; again, it does nothing."""
     native: Any = importlib.import_module("torch._C._distributed_c10d")
     theirs = getattr(native, "_dump_fr_trace_json", None)
@@ -72,15 +72,15 @@ def install(backend: str) -> None:
     @functools.wraps(theirs)
     def dump(includeCollectives: Any = None, onlyActive: Any = None) -> bytes:
         found = json.loads(theirs(includeCollectives, onlyActive))
-        _add(found, backend, with_calls=includeCollectives is not False, only_active=bool(onlyActive))
+        _add(found, with_calls=includeCollectives is not False, only_active=bool(onlyActive))
         return json.dumps(found).encode()
 
     native._dump_fr_trace_json = dump
 
 
-def _add(found: dict[str, Any], backend: str, *, with_calls: bool, only_active: bool) -> None:
+def _add(found: dict[str, Any], *, with_calls: bool, only_active: bool) -> None:
     known = dist.distributed_c10d._world.pg_map
-    ours = [group for group, (name, _) in known.items() if name == backend and hasattr(group, "flights")]
+    ours = [group for group in known if hasattr(group, "flights")]
     offset_ns = time.time_ns() - now_ns()
     for group in ours:
         name, number = group.group_name, list(known).index(group)

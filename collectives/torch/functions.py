@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+from zbmd.collectives.torch.identity import Identity
+
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
 c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
@@ -20,12 +22,12 @@ c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 FUNCTIONAL: Final = "_c10d_functional"
 
 
-def install(backend: str) -> None:
-    """Have the functions serve groups of this backend; again, it does nothing."""
+def install() -> None:
+    """Have the functions serve groups of ours; again, it does nothing."""
     if _libraries:
         return
-    _replace("monitored_barrier", functools.partial(_monitored_barrier, backend))
-    _replace("split_group", functools.partial(_split_group, backend))
+    _replace("monitored_barrier", _monitored_barrier)
+    _replace("split_group", _split_group)
     library = torch.library.Library(FUNCTIONAL, "IMPL")
     _libraries.append(library)
     for name, kernel in _KERNELS.items():
@@ -50,28 +52,25 @@ def _replace(name: str, ours: Callable[..., Any]) -> None:
         setattr(module, name, function)
 
 
-def _is_ours(backend: str, group: Any) -> bool:
+def _is_ours(group: Any) -> bool:
     if group is dist.GroupMember.NON_GROUP_MEMBER or not dist.is_initialized():
         return False
-    known = c10d._world.pg_map.get(group or dist.group.WORLD)
-    return known is not None and known[0] == backend
+    return isinstance(group or dist.group.WORLD, Identity)
 
 
 def _monitored_barrier(
-    backend: str,
     theirs: Callable[..., Any],
     group: Any = dist.GroupMember.WORLD,
     timeout: Any = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    if not _is_ours(backend, group):
+    if not _is_ours(group):
         theirs(group, timeout, wait_all_ranks)
         return
     (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
 
 def _split_group(
-    backend: str,
     theirs: Callable[..., Any],
     parent_pg: Any = None,
     split_ranks: Sequence[Sequence[int]] | None = None,
@@ -84,7 +83,7 @@ def _split_group(
 
     split_ranks: ranks of the parent. Raises `ValueError` as PyTorch does for a list that is none.
     """
-    if not _is_ours(backend, parent_pg):
+    if not _is_ours(parent_pg):
         return theirs(parent_pg, split_ranks, timeout, pg_options, group_desc, **more)
     parent = parent_pg or dist.group.WORLD
     if not split_ranks:

@@ -135,8 +135,10 @@ class Identity:
     def _device_types(self) -> list[Any]:
         return [torch.device("cpu"), torch.device("cuda")]
 
-    def _get_backend(self, _: Any) -> Any:
-        return self
+    def _get_backend(self, device: Any) -> Any:
+        companions = getattr(self, "companions", None)
+        found = None if companions is None or device is None else companions.backend(device.type)
+        return self if found is None else found
 
     def supports_tensor_alloc(self, device: Any = None) -> bool:
         """Return whether it has memory of its own for tensors there: in that of the host."""

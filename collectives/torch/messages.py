@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from typing import Any, ParamSpec
@@ -17,6 +17,13 @@ from zbmd.collectives.p2p.tagged import within
 from zbmd.collectives.p2p.wire import TaggedMessage
 from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.collectives.torch.cuda.calls import DeviceCalls, DeviceMessages, DeviceWork, chained
+from zbmd.collectives.torch.cuda.companions import (
+    MESSAGES,
+    Companions,
+    device_type_of,
+    is_passed_on,
+    pass_on,
+)
 from zbmd.collectives.torch.cuda.devices import DeviceBuffer, buffer_of
 from zbmd.collectives.torch.flights import label, profiled
 from zbmd.collectives.torch.identity import Identity, Unmade
@@ -69,11 +76,19 @@ def _dtype_of(label: str) -> str:
 
 
 def raising(call: Callable[CallP, Any]) -> Callable[CallP, Any]:
-    """Have a call raise an error of ours, about an argument, as torch's users expect it."""
+    """Have a call raise an error of ours, about an argument, as torch's users expect it.
+
+    One with tensors of a device that has a backend beside ours goes to that.
+    """
 
     @wraps(call)
     def raising(*args: CallP.args, **kwargs: CallP.kwargs) -> Any:
         try:
+            group: Any = args[0]
+            if group.companions is not None and is_passed_on(call.__name__):
+                work = group.pass_on(call.__name__, args[1:], kwargs)
+                if work is not None:
+                    return work
             return call(*args, **kwargs)
         except ZbmdError as error:
             CONTINUITY.note(error)
@@ -99,6 +114,29 @@ class Messages(Identity):
         """See `Identity.rebind`."""
         super().rebind(made)
         self.device_calls.failure = None
+        if self.companions is not None:
+            self.join_beside(self.companions)
+
+    def join_beside(self, companions: Companions) -> None:
+        """Have these backends take the tensors of their devices, in the epoch of the group, if it is made."""
+        self.companions, made = companions, self.made
+        if made is not None:
+            store = CONTINUITY.store or self._store
+            companions.made(made.epoch, store, self.limit_s, rank=made.rank, size=made.size)
+
+    def pass_on(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the work of a backend beside ours; None if the call is not for one, or is local now."""
+        if self.companions is None or CONTINUITY.is_alone:
+            return None
+        backend = self.companions.backend(device_type_of(args))
+        if backend is None:
+            return None
+        if name not in MESSAGES:
+            self._calls += 1  # as a replacement counts it, for which it is local
+        return pass_on(backend, name, args, kwargs)
+
+    companions: Companions | None = None
+    """The backends beside ours, of `cpu:zbmd,cuda:nccl`."""
 
     @raising
     def send(self, tensors: Any, dst: int, tag: int, limit_ns: int | None = None) -> Any:
@@ -131,15 +169,16 @@ class Messages(Identity):
             return done
         return world().start(send(self._group, array, buffer.text, to, tag, limit_ns / 1e9))
 
+    @raising
     def recv(self, tensors: Any, src: int, tag: int, limit_ns: int | None = None) -> Any:
         """Receive a tensor from one rank. limit_ns: for the operation; None is the group's."""
         return self._receive(only(tensors), src, tag, limit_ns)
 
+    @raising
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
         """Receive a tensor from whichever rank sends first."""
         return self._receive(only(tensors), None, tag)
 
-    @raising
     def _receive(self, tensor: Any, src: int | None, tag: int, limit_ns: int | None = None) -> Any:
         buffer, source = buffer_of(tensor, load=False), None if src is None else self._rank(src)
         if CONTINUITY.is_alone:

@@ -18,9 +18,11 @@ from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
 from zbmd.collectives.communicator.turns import NO_ROOT
 from zbmd.collectives.device.staged_calls import Cut
+from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.torch.barrier import monitored_barrier, seconds
 from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.collectives.torch.cuda.calls import DeviceWork
+from zbmd.collectives.torch.cuda.companions import Companions, wanted_beside
 from zbmd.collectives.torch.cuda.devices import SEAM, buffer_of
 from zbmd.collectives.torch.flights import profiled
 from zbmd.collectives.torch.functions import uncompiled
@@ -53,8 +55,11 @@ _BROADCAST: Final = catalogue.Operation.BROADCAST.value
 _REDUCE_SCATTER: Final = catalogue.Operation.REDUCE_SCATTER.value
 
 
-def create(options: Any) -> Any:
-    """Return the process group that `torch.distributed` asks for. Raises `DistBackendError`."""
+def create(options: Any, of_others: Any = None) -> Any:
+    """Return the process group that `torch.distributed` asks for. Raises `DistBackendError`.
+
+    of_others: options for a backend beside ours, of `cpu:zbmd,cuda:nccl`.
+    """
     timeout_s = min(options.timeout.total_seconds(), TIMEOUT_S_MAX)
     ranks = list(options.global_ranks_in_group)
     rank, size = options.group_rank, options.group_size
@@ -68,6 +73,14 @@ def create(options: Any) -> Any:
         raise as_torch_error(error) from error
     group = ProcessGroup(made, options.store, timeout_s, str(options.group_id), ranks)
     CONTINUITY.add(group)
+    wanted = wanted_beside()
+    if wanted:
+        try:
+            group.join_beside(Companions(wanted, of_others, group.group_name, ranks))
+        except ZbmdError as error:
+            group.shutdown()
+            raise as_torch_error(error) from error
+        world().at_loss(CONTINUITY.lost)
     return group
 
 
@@ -112,7 +125,7 @@ class Operations(Queue):
         try:
             c.all_reduce(array, op=op.name, deadline_ns=called.called_ns + called.limit_ns)
         except ZbmdError as error:
-            CONTINUITY.note(error, self._group.epoch)
+            self._note(error, self._group.epoch)
             raise in_call(error, called.text()) from None
         called.ended_ns = now_ns()
         CONTINUITY.record(self._name, called.number, [tensor])
@@ -190,6 +203,7 @@ class Operations(Queue):
             called, run, outputs, opts, timeout, reads=sources, home=targets, call=call, cut=cut
         )
 
+    @raising
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
@@ -197,12 +211,12 @@ class Operations(Queue):
         outputs = list_of(output_tensors)
         return self._all_gather([outputs], [only(input_tensors)], outputs, opts, timeout)
 
+    @raising
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         """As `allgather`, of several tensors: `output_lists[rank][i]` is the i-th of a rank."""
         flat = [tensor for outputs in output_lists for tensor in outputs]
         return self._all_gather(zip(*output_lists, strict=True), input_list, flat, opts)
 
-    @raising
     def _all_gather(
         self, lists: Iterable[Any], inputs: Any, outputs: Any, opts: Any, timeout: Any = None
     ) -> Any:
@@ -373,12 +387,16 @@ class Operations(Queue):
     def abort(self) -> None:
         """End what is in flight, here and on the others."""
         self._group.abort()
+        if self.companions is not None:
+            self.companions.lost(OperationAborted(f"{self.title} was aborted"))
 
     def shutdown(self) -> None:
         """Close the group."""
         if not self._closed:
             self._closed = True
             self._store = None
+            if self.companions is not None:
+                self.companions.close()
             if not isinstance(self._group, Unmade):
                 world().close(self._group, "destroyed its process group")
             self._device_messages.close()

@@ -18,7 +18,7 @@ from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
 from zbmd.collectives.device.staged_calls import Cut
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
 from zbmd.collectives.torch.cuda.calls import DeviceCall, DeviceWork
 from zbmd.collectives.torch.flights import kept, label, like, profiled
 from zbmd.collectives.torch.identity import Unmade
@@ -127,7 +127,7 @@ class Queue(Messages):
                 else:
                     on.carry_out(lambda: _piece(c, called, operation, end_ns))
             except ZbmdError as error:
-                CONTINUITY.note(error, epoch)
+                self._note(error, epoch)
                 with _on_stream(on):
                     forgiven = forgive is not None and forgive(error, epoch)
                 if not forgiven:
@@ -177,6 +177,11 @@ class Queue(Messages):
             raise
         return self._keep(DeviceWork(done, outputs, self._completers, on), done)
 
+    def _note(self, error: ZbmdError, epoch: int) -> None:
+        CONTINUITY.note(error, epoch)
+        if self.companions is not None and isinstance(error, LOSSES):
+            self.companions.lost(error, epoch)
+
     def _ended(self, called: Called, outputs: Sequence[Any], home: Sequence[TensorBuffer]) -> None:
         for buffer in home:
             buffer.bring_home()
@@ -219,7 +224,7 @@ class Queue(Messages):
                 done.set_result(None)
                 return
             if isinstance(error, ZbmdError):
-                CONTINUITY.note(error, epoch)
+                self._note(error, epoch)
                 in_call(error, called.text())
             done.set_exception(error)
 
@@ -256,10 +261,17 @@ class Queue(Messages):
     def _root(self, opts: Any, root: int | None) -> int:
         return self._rank(opts.rootRank if root is None else root)
 
-    def _start_coalescing(self, _: Any) -> None:
+    def _start_coalescing(self, device: Any) -> None:
+        backend = self._get_backend(device)
+        if backend is not self:
+            backend._start_coalescing()
+            return
         self._together = []
 
-    def _end_coalescing(self, _: Any) -> Any:
+    def _end_coalescing(self, device: Any) -> Any:
+        backend = self._get_backend(device)
+        if backend is not self:
+            return backend._end_coalescing()
         together, self._together = self._together or [], None
 
         def all_done() -> None:

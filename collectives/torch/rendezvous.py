@@ -26,9 +26,8 @@ from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY, Mode
-from zbmd.collectives.torch.served_store import keep_store
 from zbmd.collectives.torch.work import as_torch_error
-from zbmd.collectives.torch.world import Met, world
+from zbmd.collectives.torch.world import Met, keep_store, world
 from zbmd.transport.clock.patience import PATIENCE
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
@@ -107,6 +106,9 @@ def come_together(timeout: timedelta, *, shrinks: bool = False, after: int = 0) 
         raise UserError("the default process group was destroyed: a resilient loop needs it to its end")
     default, old = groups[0], [group.made for group in groups]
     if CONTINUITY.mode is not Mode.ALONE or CONTINUITY.broken is not None:
+        for group in groups:
+            if group.companions is not None:
+                group.companions.lost(OperationAborted("a rank was lost: the groups are made again"))
         for each in old:
             if each is not None:
                 _give_up(each)
@@ -179,4 +181,5 @@ def _shared_store(met: Met, connect_s: float, timeout: timedelta, end_ns: int) -
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=connect)
     store.set_timeout(timeout)
     keep_store(store)
+    CONTINUITY.store = store
     return store

@@ -6,9 +6,10 @@ The loop runs in a thread of its own. The process stays a member until it ends: 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class World:
         self._undrained: list[DirectMessages] = []
         """Of closed groups: copies of messages that have not been received."""
         self._guard = threading.Lock()
+        self._hears_losses = False
         self._thread = threading.Thread(target=self._serve, name="zbmd-torch", daemon=True)
         self._thread.start()
 
@@ -97,6 +99,29 @@ class World:
     def entered(self) -> int:
         """The epoch of the view that this process has entered last; 0 if there was none."""
         return 0 if self._worker is None else self._worker.epoch
+
+    def at_loss(self, hear: Callable[[int], object]) -> None:
+        """Call `hear` with the job's rank of each member that ends, on a thread that may block.
+
+        Again, it does nothing. Members that have ended by now are reported, too.
+        """
+        if not self._hears_losses:
+            self._hears_losses = True
+            self._loop.call_soon_threadsafe(self._listen, hear)
+
+    def _listen(self, hear: Callable[[int], object]) -> None:
+        worker = self._worker
+        if worker is None:
+            raise LocalProtocolError("no meeting has made this process a member")
+
+        def lost(rank: int, _incarnation: int = 0, _notice: object = None) -> None:
+            threading.Thread(target=hear, args=(rank,), name="zbmd-torch-lost").start()
+
+        worker.on_peer_lost(lost)
+        mask = worker.segment.lost_mask()
+        for rank in range(mask.bit_length()):
+            if mask >> rank & 1:
+                lost(rank)
 
     def meet(self, timeout_s: float, *, after: int) -> Met:
         """Make the group of all members of a view with an epoch greater than `after`; all members call this.
@@ -298,3 +323,22 @@ def leave() -> None:
 def _end(failed: bool) -> None:
     if _world is not None and _world.pid == os.getpid():
         _world.end(failed)
+
+
+# The store of the last meeting, which this process may serve, by threads that no forked child may join.
+
+_kept: Final[list[Any]] = []
+
+
+def keep_store(store: Any) -> None:
+    """Keep a store in the place of the one before; None: keep none."""
+    _kept[:] = [] if store is None else [store]
+
+
+def _keep_for_ever() -> None:
+    """Never end the store in a forked child, which has none of its threads."""
+    for store in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.optional
 
 RANKS = 3
 TESTS = Path(__file__).parents[2]
-PROGRAM = TESTS / "programs" / "torch" / "on_devices.py"
+PROGRAM = TESTS / "programs" / "torch" / "devices" / "on_devices.py"
 
 
 async def run(

@@ -1,6 +1,6 @@
 """Every operation with tensors on a modelled device, beside the same operation with tensors of the host.
 
-    zbmd-node run --nproc-per-node 3 tests/programs/torch/on_devices.py NAME
+    zbmd-node run --nproc-per-node 3 tests/programs/torch/devices/on_devices.py NAME
 
 The device runs what it is asked late and in an order that is drawn, and raises where nothing orders two
 accesses of the same bytes.

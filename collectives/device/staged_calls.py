@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,8 @@ class Operand(Protocol):
         ...
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Cut:
     """Each operand of a call consists of blocks of `count` elements, of which a piece of each takes a part.
 
     blocks: of the rank with most of them, in all its operands: the pieces are the same on all ranks.
@@ -93,7 +95,7 @@ class PinnedSlots:
 
 
 class Gate:
-    """What a stream waits for until a call has ended; for one call."""
+    """Keeps streams waiting until one call has ended."""
 
     __slots__ = ("_gates", "_is_open", "_number", "_value", "is_waited_for")
 

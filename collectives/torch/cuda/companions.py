@@ -4,7 +4,7 @@ The membership is ours. NCCL does not notice that a rank has died: its kernels w
 notice of a death the communicators of the groups with that rank are aborted, which ends what waits for them,
 and when the group goes on in another epoch they are made again, with the same ranks and options.
 
-`CompanionMachine` decides (sans-I/O), `Companions` does it. Needs PyTorch.
+`CompanionMachine` decides that, `Companions` does it. Needs PyTorch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,24 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
-from typing import Any, Final, TypeAlias, assert_never
+from types import FrameType
+from typing import Any, Final, assert_never
 
 import numpy as np
 import structlog
 
-from zbmd.transport.errors import LocalProtocolError, UserError, ZbmdError
+from zbmd.collectives.torch.cuda.companion_machine import (
+    Abort,
+    Closed,
+    CompanionMachine,
+    Event,
+    Lost,
+    Made,
+    Make,
+    Shutdown,
+)
+from zbmd.transport.errors import UserError, ZbmdError
 from zbmd_autoload import BACKEND
 
 torch: Any = importlib.import_module("torch")
@@ -33,104 +42,6 @@ log: Final = structlog.stdlib.get_logger("zbmd.collectives.torch")
 
 ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """With another value than 0, a thread of PyTorch ends the process when a rank of a communicator has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """The group of an epoch is there."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The group of an epoch has lost a member, or is given up. epoch: 0 for the one under way."""
-
-    epoch: int
-    error: ZbmdError
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The process group is destroyed."""
-
-
-Event: TypeAlias = Made | Lost | Closed
-
-
-@dataclass(frozen=True, slots=True)
-class Make:
-    """Make communicators of this epoch."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End what waits in the communicators, and give them up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shutdown:
-    """Give the communicators up, of which no member is lost."""
-
-
-Action: TypeAlias = Make | Abort | Shutdown
-
-
-class Stage(Enum):
-    """Of the communicators of one process group."""
-
-    NONE = "none"
-    LIVE = "live"
-    ABORTED = "aborted"
-    CLOSED = "closed"
-
-
-class CompanionMachine:
-    """Decides when the communicators of one process group are made and aborted."""
-
-    def __init__(self) -> None:
-        self.stage = Stage.NONE
-        self.epoch = 0
-        self.error: ZbmdError | None = None
-        """Why they were aborted."""
-
-    def handle(self, event: Event, *, now_ns: int = 0) -> list[Action]:
-        """Return the actions to carry out. Raises `LocalProtocolError` on an event that cannot come."""
-        actions = self._dispatch(event)
-        self.check_invariants()
-        return actions
-
-    def _dispatch(self, event: Event) -> list[Action]:
-        match event:
-            case Made(epoch=epoch):
-                return self._made(epoch)
-            case Lost(epoch=epoch, error=error):
-                if self.stage is not Stage.LIVE or epoch not in (0, self.epoch):
-                    return []  # the notice of an epoch that is over, or a second one
-                self.stage, self.error = Stage.ABORTED, error
-                return [Abort()]
-            case Closed():
-                before, self.stage = self.stage, Stage.CLOSED
-                return [Shutdown()] if before is Stage.LIVE else []
-            case _:
-                assert_never(event)
-
-    def _made(self, epoch: int) -> list[Action]:
-        if self.stage is Stage.CLOSED:
-            raise LocalProtocolError("a process group that is destroyed is made again")
-        if self.stage is not Stage.NONE and epoch <= self.epoch:
-            raise LocalProtocolError(f"communicators of epoch {epoch} after those of epoch {self.epoch}")
-        # The former ones may be live: another group of this process has lost a rank, and all begin anew.
-        abort: list[Action] = [Abort()] if self.stage is Stage.LIVE else []
-        self.stage, self.epoch, self.error = Stage.LIVE, epoch, None
-        return [*abort, Make(epoch)]
-
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` if an invariant does not hold."""
-        assert (self.stage is Stage.ABORTED) <= (self.error is not None), "they were aborted for no reason"
-        assert self.stage is not Stage.LIVE or self.error is None, "live ones have an error"
 
 
 class Companions:
@@ -240,13 +151,13 @@ def wanted_beside() -> dict[str, str]:
 
     PyTorch tells a backend nothing of the others: the call that asks for all of them does, up the stack.
     """
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         config = frame.f_locals.get("backend_config")
         if frame.f_code.co_name == "_new_process_group_helper" and config is not None:
             found: dict[str, Any] = config.get_device_backend_map()
             return {device: str(name) for device, name in found.items() if str(name) != BACKEND}
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return {}
 
 

@@ -121,7 +121,7 @@ class TorchCuda:
 
 
 class DeviceState:
-    """What this process has of one device: page-locked memory, gates, and streams, shared by all groups."""
+    """The page-locked memory, gates and streams of one device in this process, shared by all groups."""
 
     def __init__(self, index: int, api: CudaApi, memory: Arena | None) -> None:
         self.index, self.api, self.memory = index, api, memory
@@ -141,7 +141,7 @@ class DeviceSeam:
         self._lock = threading.Lock()
 
     def state(self, index: int) -> DeviceState:
-        """Return what this process has of a device. Raises `UserError`, `CudaFault`."""
+        """Return the state of a device, made at the first call. Raises `UserError`, `CudaFault`."""
         memory, key = arena(), (os.getpid(), index)
         with self._lock:
             found = self._states.get(key)
@@ -187,7 +187,7 @@ def rank_device(local_rank: int | None, count: int, current: int) -> int:
     """Return the device of a rank: the one that its script has made current, else by its rank on the host.
 
     `torch.cuda.current_device()` is 0 until a script calls `set_device`; so a script that leaves it means the
-    device of LOCAL_RANK, and one whose tensors are all on device 0 by oversight is told.
+    device of LOCAL_RANK, and one whose tensors are all on device 0 by oversight gets an error.
     """
     if current or local_rank is None or count < 1:
         return current

@@ -82,7 +82,7 @@ async def test_a_loop_makes_it_again_with_the_same_ranks(
 
 
 def lost(epoch: int = 0) -> Any:
-    from zbmd.collectives.torch.cuda.companions import Lost
+    from zbmd.collectives.torch.cuda.companion_machine import Lost
 
     return Lost(epoch, PeerLost("rank1", "it has ended"))
 
@@ -90,7 +90,7 @@ def lost(epoch: int = 0) -> Any:
 @pytest.mark.parametrize("seed", range(50))
 def test_each_epoch_has_one_life_of_communicators(seed: int) -> None:
     """Under any order of notices: made once an epoch, ended once, and never two at a time."""
-    from zbmd.collectives.torch.cuda import companions as c
+    from zbmd.collectives.torch.cuda import companion_machine as c
 
     draw, machine, live, epoch = random.Random(seed), c.CompanionMachine(), 0, 0
     for _ in range(30):
@@ -117,7 +117,7 @@ def test_each_epoch_has_one_life_of_communicators(seed: int) -> None:
 
 
 def test_an_epoch_is_not_made_twice() -> None:
-    from zbmd.collectives.torch.cuda import companions as c
+    from zbmd.collectives.torch.cuda import companion_machine as c
 
     machine = c.CompanionMachine()
     assert machine.handle(c.Made(3)) == [c.Make(3)]

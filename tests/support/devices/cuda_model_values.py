@@ -1,8 +1,9 @@
-"""What a modelled process waits for, and the numbers in the host's memory that its streams wait for."""
+"""Waits of a modelled process, and numbers in the host's memory that its streams wait for."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -34,13 +35,14 @@ class ValueWaits:
     _stream: Any
     _source: Any
     _target: Any
+    _tick = threading.Event()
 
     def waits_for_values(self) -> bool:
         """See `CudaApi`."""
         return True
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        """See `CudaApi`. Who sets the number is a thread of this process, whose clock the stream learns."""
+        """See `CudaApi`. A thread of this process sets the number, and the stream learns its clock."""
         number = ctypes.c_uint32.from_address(address)
 
         def passed() -> bool:
@@ -76,7 +78,7 @@ class ValueWaits:
                     return False
             if time.monotonic() > end_s:
                 raise CudaFault("a stream waits for a number that nobody sets")
-            time.sleep(_LOOK_S)
+            self._tick.wait(_LOOK_S)  # as the device does: nobody says that a number has changed
 
     def kernel(
         self,

@@ -36,7 +36,7 @@ def log(text: str) -> None:
 
 
 class LateWork:
-    """What gloo does with copies, until it is done or its communicator is aborted."""
+    """Work of gloo on copies, until it is done or its communicator is aborted."""
 
     def __init__(self, owner: Late, work: Any, tensors: list[Any], copies: list[torch.Tensor]) -> None:
         self.owner, self.work, self.tensors, self.copies = owner, work, tensors, copies

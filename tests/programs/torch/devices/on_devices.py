@@ -1,6 +1,6 @@
 """Every operation with tensors on a modelled device, beside the same operation with tensors of the host.
 
-    zbmd-node run --nproc-per-node 3 tests/programs/torch/devices/on_devices.py NAME
+    zbmd-node run --nproc-per-node 3 tests/programs/torch/devices/on_devices.py NAME...
 
 The device runs what it is asked late and in an order that is drawn, and raises where nothing orders two
 accesses of the same bytes.
@@ -239,7 +239,8 @@ def main() -> None:
     dist.init_process_group("zbmd", timeout=timedelta(minutes=2))
     ME, N = dist.get_rank(), dist.get_world_size()
     install(seed=ME + 1)
-    globals()[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        globals()[name]()
     DEVICES.process.host.drain()
     assert DEVICES.process.host.failed is None
     assert not DEVICES.process._held, "a stream waits for ever"

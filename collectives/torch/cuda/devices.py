@@ -133,7 +133,7 @@ class DeviceState:
 
 
 class DeviceSeam:
-    """Where the backend finds devices in this process."""
+    """The devices that the backend uses, and the state of each in this process."""
 
     def __init__(self) -> None:
         self.devices: Devices = TorchCuda()

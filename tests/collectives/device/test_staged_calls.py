@@ -44,7 +44,7 @@ class Flat:
         self.array = np.broadcast_to(np.zeros(1, self.dtype), (self.size,))
 
     def values(self) -> Array:
-        """What the default stream sees."""
+        """Its elements, as the default stream sees them."""
         into = np.empty(self.size, self.dtype)
         if into.nbytes:
             stream = self.process.default_stream

@@ -5,7 +5,7 @@
     python -m zbmd.tools.lab.gpu --list          what there is, and what each would run
 
 A check runs in a process of its own, so that a device's failure is that check's alone, and is ended with
-all that it has started after `LIMIT_S`. It fails by what it finds, not by how long something takes; figures
+all that it has started at its limit. It fails by what it finds, not by how long something takes; figures
 are in the table beside what they are compared with. Exits with 0 if all that ran went well, 1 if one failed,
 and 3 if none could run, as without a GPU: then the table says what would run, and why it cannot.
 """
@@ -22,7 +22,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -34,8 +33,6 @@ from zbmd.transport.cuda.runtime import visible_devices
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology import read_topology
 
-LIMIT_S: Final = 300.0
-"""For one check; most take seconds."""
 EXIT_OK, EXIT_FAILED, EXIT_NONE_RAN = 0, 1, 3
 
 
@@ -82,8 +79,9 @@ def in_process(check: Check) -> str:
     return check.run()
 
 
-def by_itself(check: Check, limit_s: float = LIMIT_S) -> str:
-    """Run it in a process of its own. Raises `CheckFailed`."""
+def by_itself(check: Check, limit_s: float | None = None) -> str:
+    """Run it in a process of its own, for its own limit unless another one is given. Raises `CheckFailed`."""
+    limit_s = check.limit_s if limit_s is None else limit_s
     command = [sys.executable, "-m", "zbmd.tools.lab.gpu", "--inside", check.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:

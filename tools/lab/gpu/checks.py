@@ -68,6 +68,8 @@ class Check:
     needs: Needs
     would: str
     run: Callable[[], str]
+    limit_s: float = 300.0
+    """Most take seconds."""
 
 
 # Collectives: two ranks run `lab.gpu.ranks`; rank 0 prints the result.
@@ -89,6 +91,23 @@ def run_on_ranks(what: str, gpus: int) -> str:
     )
     (report,) = asyncio.run(run_ranks(config))
     return str(report["told"])
+
+
+def run_torch(what: str, gpus: int, ranks: int = RANKS, **environment: str) -> str:
+    """Run a check of PyTorch's backend on so many GPUs. Raises `UserError` if the ranks fail."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    visible = {"CUDA_VISIBLE_DEVICES": first} if gpus == 1 else {}
+    config = HostConfig(
+        target=str(Path(__file__).with_name("torch_ranks.py")),
+        arguments=(what,),
+        world_size=ranks,
+        on_loss=OnLoss.REPLACE,
+        arena_bytes=ARENA_BYTES,
+        environment={**visible, **environment},
+        preload=("torch",),
+    )
+    reports = asyncio.run(run_ranks(config))
+    return str(next(report["told"] for report in reports if "told" in report))
 
 
 OWN_SLOT, PEER_SLOT = 1, 2
@@ -356,6 +375,28 @@ def _of_a_pair(
     return Check(name=f"{name}, {where}", needs=needs, would=would, run=lambda: run(device))
 
 
+_OF_TORCH: Final = (
+    *(
+        (what, f", {where}", needs.gpus, would, partial(run_torch, what, needs.gpus))
+        for what, would in (
+            ("operations", "compare every operation and dtype on CUDA tensors with the host's"),
+            ("streams", "have streams wait for calls of the backend, and calls for streams"),
+            ("kill", "kill a rank in an all-reduce of CUDA tensors, and go on with its replacement"),
+            ("overlap", "time an all-reduce of 64 MiB and matrix products, alone and at once"),
+        )
+        for _, where, needs in _PEERS
+    ),
+    (
+        "streams",
+        ", one hardware queue",
+        1,
+        "the same where all streams share a queue: a call could wait behind its own gate",
+        partial(run_torch, "streams", 1, CUDA_DEVICE_MAX_CONNECTIONS="1"),
+    ),
+    ("nccl", ", one GPU", 1, "use NCCL beside zbmd, and abort it", partial(run_torch, "nccl", 1, 1)),
+    ("nccl", ", two GPUs", 2, "kill a rank that NCCL waits for, and go on", partial(run_torch, "nccl", 2)),
+)
+
 CHECKS: Final = (
     Check(name="facts", needs=Needs(), would="ask CUDA for the devices and the ways between them", run=facts),
     Check(name="tests", needs=Needs(), would="run the tests that want cupy", run=tests_with_cupy),
@@ -383,6 +424,16 @@ CHECKS: Final = (
             ("collectives' speed", "time", "time an all-reduce of 64 MiB beside the host's and NCCL's"),
         )
         for device, where, needs in _PEERS
+    ),
+    *(
+        Check(
+            name=f"torch, {what}{more}",
+            needs=Needs(gpus=gpus, module="torch"),
+            would=would,
+            run=run,
+            limit_s=90.0,
+        )
+        for what, more, gpus, would, run in _OF_TORCH
     ),
     Check(name="gpt", needs=Needs(), would="compute a GPT's gradients beside the processor's", run=gpt_step),
     Check(

@@ -1,0 +1,223 @@
+"""The ranks of `lab.gpu`'s checks of PyTorch: the backend `zbmd` with CUDA tensors, and NCCL beside it.
+
+    zbmd-node run --nproc-per-node 2 zbmd/tools/lab/gpu/torch_ranks.py operations|streams|kill|overlap|nccl
+
+Rank r computes on GPU r modulo those that are visible. Rank 0 prints what came of it as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from zbmd.tools.lab.gpu.torch_operations import compare
+from zbmd.transport.errors import PeerLost
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
+
+LARGE: Final = 3_000_017
+TIMED_BYTES: Final = 64 << 20
+ROUNDS: Final = 10
+WIDTH: Final = 4096
+FIRST: Final = os.environ.get("ZBMD_INCARNATION", "1") == "1"
+
+
+def device() -> Any:
+    """Return this rank's device, which is current."""
+    found = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(found)
+    return found
+
+
+def operations() -> str:
+    """Compare every operation and dtype, strides, messages and sparse tensors with the host's."""
+    dist.init_process_group("zbmd")
+    there, me, n = device(), dist.get_rank(), dist.get_world_size()
+    compared = compare(lambda x: x.to(there), lambda x: x.cpu(), LARGE)
+    for count in (3, 1_000_003):
+        x, out = torch.full((count,), float(me), device=there), torch.empty(count, device=there)
+        ops = [dist.P2POp(dist.isend, x, (me + 1) % n), dist.P2POp(dist.irecv, out, (me - 1) % n)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        _require(bool((out == (me - 1) % n).all()), f"a message of {count} elements is another")
+    sparse = torch.sparse_coo_tensor([[me, n]], [1.0, 2.0], (n + 1,), device=there)
+    dist.all_reduce(sparse)
+    _require(sparse.to_dense().tolist() == [1.0] * n + [2.0 * n], "a sparse tensor has another sum")
+    refused = torch.empty(3, device="meta")
+    try:
+        dist.all_reduce(refused)
+    except RuntimeError:
+        return f"{compared} results have the bits of the host's; messages, sparse tensors"
+    raise ValueError("a tensor of another device was taken")
+
+
+def streams() -> str:
+    """Check the order with streams: work before a call, a stream that waits, a call behind one that waits."""
+    dist.init_process_group("zbmd")
+    there, me, n = device(), dist.get_rank(), dist.get_world_size()
+    side = torch.cuda.Stream(there)
+    with torch.cuda.stream(side):
+        slow = torch.ones(2048, 2048, device=there)
+        for _ in range(20):
+            slow = torch.clamp(slow @ slow, max=1)
+        work = dist.all_reduce(slow, async_op=True)
+        future = work.get_future().then(lambda done: done.value()[0] + 1)
+        work.wait()
+        slow.mul_(3)
+        _require(bool((slow == 3 * n).all()), "the work before the call was not waited for")
+        future.wait()
+    torch.cuda.synchronize()
+    dist.barrier()
+    x, held = torch.ones(LARGE, device=there), False
+    if me:  # it comes when rank 0 has asked its stream for what follows
+        dist.recv(torch.zeros(1), 0)
+    work = dist.all_reduce(x, async_op=True)
+    work.block_current_stream()
+    x.mul_(3)
+    again = dist.all_reduce(x, async_op=True)
+    again.block_current_stream()
+    x.add_(1)
+    if me == 0:
+        held = not work.is_completed()
+        for rank in range(1, n):
+            dist.send(torch.zeros(1), rank)
+    torch.cuda.synchronize()
+    _require(bool((x == 3 * n * n + 1).all()), "a stream that waits went on too early")
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    _require(held or me != 0, "the thread waited")
+    return f"streams wait for calls, their threads do not; {connections} hardware queues"
+
+
+def kill() -> str:
+    """Kill a rank in an all-reduce; the other gets an error at once, and both go on with the replacement."""
+    there, began_ns, spans_ms = device(), 0, list[float]()
+    while True:
+        dist.init_process_group("zbmd")
+        x = torch.ones(LARGE, device=there)
+        try:
+            dist.all_reduce(x)
+            if dist.get_rank() == 1 and FIRST:
+                dist.send(torch.zeros(1), 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if dist.get_rank() == 0 and not spans_ms:
+                dist.recv(torch.zeros(1), 1)
+                began_ns = time.monotonic_ns()
+            dist.all_reduce(x)
+            _require(bool((x == dist.get_world_size() ** 2).all()), "another sum after a loss")
+            first = f"{spans_ms[0]:.1f} ms" if spans_ms else "no error"
+            return f"{first} from the kill to the error; the same sums with the replacement"
+        except RuntimeError as error:
+            if not isinstance(error.__cause__, PeerLost):
+                raise
+            spans_ms.append((time.monotonic_ns() - began_ns) / 1e6)
+            dist.destroy_process_group()
+
+
+def overlap() -> str:
+    """Time an all-reduce and matrix products, alone and at once: how much of the shorter one is hidden."""
+    dist.init_process_group("zbmd")
+    there = device()
+    x = torch.randn(TIMED_BYTES // 4, device=there)
+    a = torch.randn(WIDTH, WIDTH, device=there, dtype=torch.bfloat16)
+
+    def products() -> None:
+        for _ in range(40):
+            torch.mm(a, a)
+
+    def reduce() -> None:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+
+    def both() -> None:
+        work = dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True)
+        products()
+        work.wait()
+
+    reduce_ms, products_ms, both_ms = (_median_ms(each) for each in (reduce, products, both))
+    hidden = (reduce_ms + products_ms - both_ms) / min(reduce_ms, products_ms)
+    bus = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * TIMED_BYTES / 1e6 / reduce_ms
+    return (
+        f"all-reduce of 64 MiB {reduce_ms:.1f} ms ({bus:.1f} GB/s bus), products {products_ms:.1f} ms, both "
+        f"{both_ms:.1f} ms: {100 * hidden:.0f} % of the shorter is hidden"
+    )
+
+
+def nccl() -> str:
+    """Check NCCL beside zbmd: its operations, and its communicators after a loss."""
+    there, lost = device(), 0
+    while True:
+        dist.init_process_group("cpu:zbmd,cuda:nccl")
+        me, n = dist.get_rank(), dist.get_world_size()
+        x, here = torch.ones(LARGE, device=there), torch.ones(3)
+        try:
+            dist.all_reduce(x)
+            dist.all_reduce(here)
+            torch.cuda.synchronize()
+            _require(bool((x == n).all()) and here[0] == n, "another sum")
+            if n > 1 and me == 1 and FIRST:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for _ in range(3):
+                dist.all_reduce(x)
+                torch.cuda.synchronize()  # NCCL waits here, until it is aborted
+                dist.barrier()
+            _require(bool((x == n**4).all()), "another sum after a loss")
+        except RuntimeError:
+            lost += 1
+            if lost > 1:
+                raise
+            dist.destroy_process_group()
+            continue
+        group = dist.group.WORLD
+        if n == 1:  # there is nobody to lose: as after a loss, by hand
+            group.companions.lost(PeerLost("rank0", "as a check"))
+            _require(_is_refused(x), "an aborted communicator has taken a tensor")
+        dist.destroy_process_group()
+        return f"{n} ranks, {lost} losses: NCCL was aborted and made again"
+
+
+def _is_refused(x: Any) -> bool:
+    try:
+        dist.all_reduce(x)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _median_ms(call: Callable[[], None]) -> float:
+    spans: list[float] = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        began_ns = time.monotonic_ns()
+        call()
+        torch.cuda.synchronize()
+        spans.append((time.monotonic_ns() - began_ns) / 1e6)
+    return statistics.median(spans)
+
+
+def _require(holds: bool, what: str) -> None:
+    """Raise `ValueError` unless it holds."""
+    if not holds:
+        raise ValueError(what)
+
+
+def main(what: str) -> None:
+    """One rank."""
+    rank = int(os.environ["RANK"])
+    told = {each.__name__: each for each in (operations, streams, kill, overlap, nccl)}[what]()
+    if rank == 0:
+        print(json.dumps({"told": told}), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -59,7 +59,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
         "tools/bench/peers/pairs.py",
         "tools/bench/peers/collectives.py",
         "tools/bench/torch_calls.py",
-        "tools/lab/gpu/job.py",
+        "tools/lab/gpu/*",
         "tools/lab/bench/training/engine.py",
         "tools/lab/bench/training/loops.py",
         "tools/lab/torch_suite/*",

@@ -119,6 +119,17 @@ def operations() -> None:
         assert get(x)[0] == 2
     dist.monitored_barrier()
     dist.destroy_process_group()
+    dist.init_process_group(f"cpu:gloo,{KIND}:zbmd")  # the other way round
+    x, here = put(torch.ones(3)), torch.ones(3)
+    dist.all_reduce(x)
+    work = dist.all_reduce(here, async_op=True)
+    work.wait()
+    assert get(x)[0] == here[0] == n
+    assert isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    found: list[Any] = [None] * n
+    dist.all_gather_object(found, me)
+    assert found == [*range(n)]
+    dist.destroy_process_group()
 
 
 def lost() -> None:

@@ -11,6 +11,7 @@ A `Gate` keeps a stream waiting for the end of a call without a thread of the ho
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbmd.collectives.device.host_copy import page_locked
+from zbmd.transport.clock.patience import PATIENCE
 from zbmd.transport.cuda.api import CudaApi, CudaFault
+from zbmd.transport.errors import DeadlineExceeded
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import address_of
 
@@ -31,6 +34,8 @@ SLOTS: Final = 8
 IN_FLIGHT: Final = 2
 """Pieces of one call that are on their way at once."""
 ALIGNMENT: Final = 64
+LOOK_S, LOOK_S_MAX = 20e-6, 1e-3
+"""Seconds between two looks for a copy that is under way, at first and at most."""
 GATES: Final = 16_384
 """Calls under way for which a stream may wait, of a device in this process."""
 
@@ -64,6 +69,10 @@ class Cut:
 
     count: int
     blocks: int
+
+
+class DeviceLate(DeadlineExceeded):
+    """The device did not come to a call in time."""
 
 
 class PinnedSlots:
@@ -160,6 +169,8 @@ class CallStream:
         self.handle = api.stream_create()
         self._loaded = [api.event_create() for _ in range(IN_FLIGHT)]
         self._idle: list[int] = []
+        self._late: tuple[Operand, ...] = ()
+        """Operands that the device may touch at any time: a call with them was late."""
         self._lock, self._turn = threading.Lock(), threading.Lock()
 
     def recorded(self, stream: int) -> int:
@@ -183,28 +194,53 @@ class CallStream:
         finish: Callable[[], object],
         *,
         cut: Cut | None = None,
+        end_ns: int = 0,
     ) -> None:
         """Carry an operation out on the host, once `after` has come, and return once its results are there.
 
         cut: how it is run for one piece of all blocks after the other; None: for all at once. `finish` may
-        ask `handle` for more behind the results. Raises what the operation raises, and `CudaFault`; nothing
-        touches the operands any more then.
+        ask `handle` for more behind the results. end_ns: when the operands have to be on the host, in time of
+        the monotonic clock; 0: some time. Raises what the operation raises, and `CudaFault`; nothing touches
+        the operands any more then. After `DeviceLate` it may: they and this stream are kept.
         """
         taken: list[int] = []
         with self._turn:
             self.api.stream_wait_event(self.handle, after)
             self.drop(after)
             try:
-                self._pass(operands, _cuts(operands, cut), operation, taken)
+                self._pass(operands, _cuts(operands, cut), operation, taken, end_ns)
                 finish()
+            except DeviceLate:
+                self._late = tuple(operands)
+                raise
             finally:
-                try:
-                    self.api.stream_synchronize(self.handle)
-                finally:
-                    for operand in operands:
-                        operand.leave()
-                    for slot in taken:
-                        self._slots.give_back(slot)
+                if not self._late:
+                    self._settle(operands, taken)
+
+    def _settle(self, operands: Sequence[Operand], taken: Sequence[int]) -> None:
+        """Wait until the device is done with a call, and give back what it had."""
+        try:
+            self.api.stream_synchronize(self.handle)
+        finally:
+            for operand in operands:
+                operand.leave()
+            for slot in taken:
+                self._slots.give_back(slot)
+
+    def _wait(self, event: int, end_ns: int) -> None:
+        if not end_ns:
+            self.api.event_synchronize(event)
+            return
+        pause_s = LOOK_S
+        while not self.api.event_query(event):
+            if PATIENCE.left_ns(end_ns) <= 0:
+                raise DeviceLate(
+                    "the device has not come to this call in its time: the work before it on its stream "
+                    "takes longer, or streams share a queue with one that waits for this call (raise "
+                    "CUDA_DEVICE_MAX_CONNECTIONS, and leave ZBMD_WAIT_ON_STREAM unset)"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_S_MAX)
 
     def _pass(
         self,
@@ -212,6 +248,7 @@ class CallStream:
         cuts: Sequence[int],
         operation: Callable[[], object],
         taken: list[int],
+        end_ns: int,
     ) -> None:
         pieces = list(pairwise(cuts))
         count = max(cuts[-1], 1)
@@ -227,7 +264,7 @@ class CallStream:
         for number, piece in enumerate(pieces[:IN_FLIGHT]):
             hosts[number] = self._load(operands, piece, count, memory[number], number)
         for number, piece in enumerate(pieces):
-            self.api.event_synchronize(self._loaded[number % IN_FLIGHT])
+            self._wait(self._loaded[number % IN_FLIGHT], end_ns)
             arrays = hosts.pop(number)
             for operand, array in zip(operands, arrays, strict=True):
                 operand.array = array.reshape(-1)
@@ -277,6 +314,8 @@ class CallStream:
 
     def close(self) -> None:
         """Give the stream and its events back, when nothing is under way."""
+        if self._late:
+            return
         with self._lock:
             events, self._idle = [*self._idle, *self._loaded], []
         try:

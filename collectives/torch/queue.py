@@ -16,7 +16,7 @@ from typing import Any
 
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.operations import TIMEOUT_S_MAX
-from zbmd.collectives.device.staged_calls import Cut
+from zbmd.collectives.device.staged_calls import Cut, DeviceLate
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
 from zbmd.collectives.torch.cuda.calls import DeviceCall, DeviceWork
@@ -27,6 +27,7 @@ from zbmd.collectives.torch.reductions import Reduction, reduction_of
 from zbmd.collectives.torch.stand_in import Alone
 from zbmd.collectives.torch.tensors import Called, TensorBuffer
 from zbmd.collectives.torch.work import COMPLETERS, DONE, OVER, Work, in_call
+from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.native._native import now_ns
 
@@ -88,9 +89,11 @@ class Queue(Messages):
         if CONTINUITY.is_alone:
             if on is not None:
                 on.begin()
-            self._alone(operation, home, on)
-            if on is not None:
-                on.end()
+            try:
+                self._alone(operation, home, on)
+            finally:
+                if on is not None:
+                    on.end()
             CONTINUITY.answer(self._name, called.number, outputs)
             return self._work(DONE, outputs)
         self.flights.append(called)
@@ -125,9 +128,11 @@ class Queue(Messages):
                 if on is None:
                     operation(c, end_ns)
                 else:
-                    on.carry_out(lambda: _piece(c, called, operation, end_ns))
+                    on.carry_out(lambda: _piece(c, called, operation, end_ns), end_ns)
             except ZbmdError as error:
                 self._note(error, epoch)
+                if isinstance(error, CudaFault | DeviceLate):  # the others wait for this rank's part
+                    self._group.give_up(f"failed: {error}")
                 with _on_stream(on):
                     forgiven = forgive is not None and forgive(error, epoch)
                 if not forgiven:

@@ -118,13 +118,15 @@ class DeviceCall:
         self._after = self._stream.recorded(SEAM.devices.stream(self._state.index))
         self.gate = self._state.gates.take()
 
-    def carry_out(self, operation: Callable[[], object]) -> None:
-        """Carry the operation out over memory of the host. Raises what it raises, and `CudaFault`."""
+    def carry_out(self, operation: Callable[[], object], end_ns: int = 0) -> None:
+        """Carry the operation out over memory of the host; see `CallStream.carry_out`."""
         after, self._after = self._after, 0
         if not after:  # again, by this rank alone, after what it did with the others has failed
             after = self._stream.recorded(self._stream.handle)
         with self.on_stream():
-            self._stream.carry_out(self._buffers, after, operation, self._ask_home, cut=self._cut)
+            self._stream.carry_out(
+                self._buffers, after, operation, self._ask_home, cut=self._cut, end_ns=end_ns
+            )
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Meanwhile this thread's work on the device is that of the call, behind its copies."""

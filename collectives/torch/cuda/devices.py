@@ -137,6 +137,8 @@ class DeviceSeam:
 
     def __init__(self) -> None:
         self.devices: Devices = TorchCuda()
+        self._usable: Devices | None = None
+        """Those that were found to be usable."""
         self._states: dict[tuple[int, int], DeviceState] = {}
         self._lock = threading.Lock()
 
@@ -157,9 +159,10 @@ class DeviceSeam:
                 f"a tensor is on {where}: the backend zbmd takes those in host memory (.cpu()) and on "
                 f"{devices.kind} devices"
             )
-        why = devices.why_none()
+        why = "" if self._usable is devices else devices.why_none()
         if why:
             raise UserError(f"a tensor is on {where}, and {why}")
+        self._usable = devices
         if devices.is_capturing():
             raise UserError(
                 "an operation of the backend zbmd is called while a CUDA graph is captured, and needs the "

@@ -38,7 +38,7 @@ async def run(
 
 
 async def test_operations_messages_and_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    await run(tmp_path, monkeypatch, "operations", "messages", "streams", "refused")
+    await run(tmp_path, monkeypatch, "operations", "messages", "streams", "refused", "late")
 
 
 @pytest.mark.parametrize("on_stream", ["0", "1"])

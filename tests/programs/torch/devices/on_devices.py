@@ -14,14 +14,16 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.devices.torch_model import DEVICES, get, install, put
 
-from zbmd.collectives.device.staged_calls import SLOT_BYTES
+from zbmd.collectives.device.staged_calls import SLOT_BYTES, DeviceLate, Gates
 from zbmd.collectives.errors import OperationAborted
 from zbmd.tools.lab.gpu.torch_operations import compare, mine
+from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import PeerLost, UserError
 
 torch.set_num_threads(1)
@@ -157,6 +159,55 @@ def lost() -> None:
         else:
             raise AssertionError("an operation with a lost rank has succeeded")
     assert work.exception() is not None and not work.is_success()
+
+
+def late() -> None:
+    """A device that does not come to a call in its time, and one that fails: all ranks hear of it."""
+
+    def outcome(group: Any) -> BaseException | None:
+        try:
+            dist.all_reduce(put(torch.ones(5)), group=group)
+        except RuntimeError as error:
+            return error.__cause__
+        raise AssertionError("a call without its tensor has succeeded")
+
+    short, other = dist.new_group(timeout=timedelta(seconds=1)), dist.new_group()
+    for group in (short, other):
+        dist.all_reduce(put(torch.ones(5)), group=group)
+        dist.barrier(group)
+    gate = Gates(DEVICES.process).take()
+    assert gate is not None
+    if ME == 1:
+        gate.hold(DEVICES.process.default_stream)
+    error = outcome(short)
+    assert isinstance(error, DeviceLate if ME == 1 else OperationAborted), repr(error)
+    assert ME == 1 or "rank 1 failed: the device has not come to this call" in str(error), str(error)
+    gate.open()
+    dist.destroy_process_group(short)
+    dist.all_reduce(put(torch.ones(5)), group=other)  # the device goes on
+    error = outcome_of_a_fault(other) if ME == 2 else outcome(other)
+    assert isinstance(error, CudaFault if ME == 2 else OperationAborted), repr(error)
+    assert "has fallen off the bus" in str(error), str(error)
+
+
+def outcome_of_a_fault(group: Any) -> BaseException | None:
+    """The device fails under a call that has begun."""
+    x = put(torch.ones(5))
+    begun = DEVICES.process.stream_wait_event
+
+    def fails(stream: int, event: int) -> None:
+        DEVICES.process.host.failed = CudaFault("the device has fallen off the bus")
+        begun(stream, event)
+
+    DEVICES.process.stream_wait_event = fails  # type: ignore[method-assign]
+    try:
+        dist.all_reduce(x, group=group)
+    except RuntimeError as error:
+        return error.__cause__
+    finally:
+        del DEVICES.process.stream_wait_event
+        DEVICES.process.host.failed = None
+    raise AssertionError("a call on a device that fails has succeeded")
 
 
 def main() -> None:

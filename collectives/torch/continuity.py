@@ -203,22 +203,22 @@ class Continuity:
         ):
             self.broken = error
 
-    def lost(self, rank: int) -> None:
-        """A rank of the job has ended: end what backends beside ours do in the groups with it.
+    def lost(self, rank: int, epoch: int) -> None:
+        """A rank of the job has ended in an epoch: end what backends beside ours do in the groups with it.
 
         Blocks until they are aborted. Groups without such backends hear of it in their own operations.
         """
         for group in self.groups:
             made, companions = group.made, group.companions
-            if made is None or companions is None or rank not in made.members:
-                continue
+            if made is None or companions is None or made.epoch != epoch or rank not in made.members:
+                continue  # the rank of a later epoch is its replacement
             error = MembersLost(
                 (rank,),
                 f"and the communicators of {', '.join(companions.wanted.values())} of {group.title} are "
                 "aborted; wait for the next view, or destroy the process groups and initialise again",
             )
-            self.note(error, made.epoch)
-            companions.lost(error, made.epoch)
+            self.note(error, epoch)
+            companions.lost(error, epoch)
 
     def is_of_a_loss(self, error: BaseException) -> bool:
         """Return whether an error follows from a loss; out of `backward()` its type and cause are gone."""

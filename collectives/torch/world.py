@@ -100,22 +100,22 @@ class World:
         """The epoch of the view that this process has entered last; 0 if there was none."""
         return 0 if self._worker is None else self._worker.epoch
 
-    def at_loss(self, hear: Callable[[int], object]) -> None:
-        """Call `hear` with the job's rank of each member that ends, on a thread that may block.
+    def at_loss(self, hear: Callable[[int, int], object]) -> None:
+        """Call `hear` with the job's rank of each member that ends, and the epoch that it was a member of.
 
-        Again, it does nothing. Members that have ended by now are reported, too.
+        On a thread that may block. Again, it does nothing. Members that have ended by now are reported, too.
         """
         if not self._hears_losses:
             self._hears_losses = True
             self._loop.call_soon_threadsafe(self._listen, hear)
 
-    def _listen(self, hear: Callable[[int], object]) -> None:
+    def _listen(self, hear: Callable[[int, int], object]) -> None:
         worker = self._worker
         if worker is None:
             raise LocalProtocolError("no meeting has made this process a member")
 
         def lost(rank: int, _incarnation: int = 0, _notice: object = None) -> None:
-            threading.Thread(target=hear, args=(rank,), name="zbmd-torch-lost").start()
+            threading.Thread(target=hear, args=(rank, worker.epoch), name="zbmd-torch-lost").start()
 
         worker.on_peer_lost(lost)
         mask = worker.segment.lost_mask()

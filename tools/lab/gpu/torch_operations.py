@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 torch: Any = importlib.import_module("torch")
@@ -94,8 +95,8 @@ def compare(place: Place, look: Place, large: int) -> int:
 
     for name in DTYPES:
         dtype = getattr(torch, name)
-        same(lambda at, dtype=dtype: reductions(at, 37, dtype), f"reductions of {name}")
-        same(lambda at, dtype=dtype: moves(at, 37, dtype), f"moves of {name}")
+        same(partial(reductions, count=37, dtype=dtype), f"reductions of {name}")
+        same(partial(moves, count=37, dtype=dtype), f"moves of {name}")
     same(lambda at: reductions(at, large, torch.int32), "large reductions")
     same(lambda at: moves(at, large, torch.float32), "large moves")
     same(lambda at: moves(at, 0, torch.float32), "moves of nothing")

@@ -7,6 +7,8 @@ import hashlib
 import hmac
 import os
 import re
+import select
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from zbmd.actors.snapshots.messages import (
     Refused,
     Request,
     Standing,
+    Worked,
     decode_answer,
     encode,
 )
@@ -107,11 +110,39 @@ class HolderLine:
 
     def ask(self, request: Request) -> Answer:
         """Send a request, and return the answer. Raises `PeerLost`, `RemoteProtocolError`."""
+        self.send(request)
+        return self._receive()[0]
+
+    def send(self, request: Request, memory: int | None = None) -> None:
+        """Send a request, with a memfd if one is given. Raises `PeerLost`."""
         try:
-            self.line.send(encode(request))
+            fds = [] if memory is None else [memory]
+            socket.send_fds(self.line, [encode(request)], fds, socket.MSG_NOSIGNAL)
         except OSError as error:
             raise _gone(error) from None
-        return self._receive()[0]
+
+    def worked(self, wait_s: float) -> bytes | None:
+        """Return the next progress of work; None if there is none within `wait_s`.
+
+        Raises `PeerLost`, `RemoteProtocolError`.
+        """
+        if not select.select([self.line], [], [], wait_s)[0]:
+            return None
+        answer, fds = self._receive()
+        _close(fds)
+        if not isinstance(answer, Worked):
+            raise RemoteProtocolError(f"the snapshot process sent {type(answer).__name__}, not its progress")
+        return answer.payload
+
+    def kill(self) -> None:
+        """Kill the process, which does not answer: what it has not written yet must not be written later."""
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                if peer_of(self.line)[0] == self.pid:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
 
     def _receive(self) -> tuple[Answer, list[int]]:
         try:

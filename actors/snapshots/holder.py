@@ -1,7 +1,8 @@
 """The snapshot process of a job on this host: drives `machine.Holder` until that ends.
 
-`python -m zbmd.actors.snapshots.holder SPEC LINE`, where LINE is the descriptor of a socket; its launcher has
-the other end. It writes nothing and reads no file. Only its launcher starts it.
+`python -m PROGRAM SPEC LINE`, where LINE is the descriptor of a socket; its launcher has the other end. Only
+its launcher starts it. The program is this module, which writes nothing and reads no file, or one that gives
+`run_holder` the work that it does on the memory, on threads of its own (`HolderWork`).
 """
 
 from __future__ import annotations
@@ -14,19 +15,38 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, assert_never
+from typing import Final, Protocol, assert_never
 
-from zbmd.actors.snapshots.machine import Asked, ClientLost, End, Event, Holder, Release, Reply
-from zbmd.actors.snapshots.messages import PACKET_BYTES_MAX, HolderSpec, decode_request, decode_spec, encode
+from zbmd.actors.snapshots.machine import (
+    Asked,
+    ClientLost,
+    End,
+    Event,
+    Holder,
+    Perform,
+    Release,
+    Reply,
+    Working,
+)
+from zbmd.actors.snapshots.messages import (
+    PACKET_BYTES_MAX,
+    HolderSpec,
+    Worked,
+    decode_request,
+    decode_spec,
+    encode,
+)
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.host.process import make_room, peer_of, set_process_name
 from zbmd.transport.machine import SetTimer, TimerFired
 
 SEND_S_MAX: Final = 2.0
 """A client that does not read for so long is given up."""
-CLIENTS_MAX: Final = 16
+TOOLS_MAX: Final = 16
+"""Clients beside the ranks of the job."""
 DESCRIPTORS_MAX: Final = 4
 """Taken from one packet; more than one is an error."""
 
@@ -38,13 +58,48 @@ class _Client:
     line: socket.socket
 
 
+class HolderWork(Protocol):
+    """Does what ranks ask for with `Work`, on threads of its own. Its methods are called on the holder's."""
+
+    def take(self, client: int, payload: bytes, arguments: int | None) -> None:
+        """Begin work, to which `arguments` belong from now on.
+
+        Raises `RemoteProtocolError` for what no rank may ask for; then they belong to the caller.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMemory:
+    """What work has of its holder. memory: descriptors by rank, to be duplicated by who keeps one.
+
+    post: tells a client of progress; busy: whether anything is under way. Both for any thread.
+    """
+
+    memory: Mapping[int, int]
+    post: Callable[[int, bytes], None]
+    busy: Callable[[bool], None]
+
+
 class HolderDriver:
     """Serves the launcher at the other end of `line`, and who connects to the address. For one thread.
 
+    work: makes what does the work that ranks ask for, when the first one does; None: there is none.
     Raises OSError if the address is taken: another process holds the same job.
     """
 
-    def __init__(self, spec: HolderSpec, line: socket.socket) -> None:
+    def __init__(
+        self,
+        spec: HolderSpec,
+        line: socket.socket,
+        work: Callable[[HeldMemory], HolderWork] | None = None,
+    ) -> None:
+        self._make = work
+        self._work: HolderWork | None = None
+        self._clients_max = TOOLS_MAX + spec.identity.ranks
+        self._posted: deque[Event | Reply] = deque()
+        """Of the threads of work."""
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._clients: dict[int, _Client] = {}
         self._clients_made = 0
@@ -52,8 +107,9 @@ class HolderDriver:
         self._is_over = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{spec.address}")
-        self._listener.listen(CLIENTS_MAX)
+        self._listener.listen(self._clients_max)
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
         launcher = self._admit(line)
         assert launcher is not None, "it is the first"
         self._machine = Holder(
@@ -69,6 +125,8 @@ class HolderDriver:
             for key, _ in self._selector.select(wait_s):
                 if key.fileobj is self._listener:
                     self._admit(self._listener.accept()[0])
+                elif key.fileobj == self._wake:
+                    self._take_posted()
                 elif isinstance(key.data, _Client) and key.data.number in self._clients:
                     self._receive(key.data)
             if self._deadline_ns is not None and time.monotonic_ns() >= self._deadline_ns:
@@ -77,7 +135,7 @@ class HolderDriver:
 
     def _admit(self, line: socket.socket) -> _Client | None:
         pid, uid = peer_of(line)
-        if uid != os.getuid() or len(self._clients) >= CLIENTS_MAX:
+        if uid != os.getuid() or len(self._clients) >= self._clients_max:
             line.close()
             return None
         line.settimeout(SEND_S_MAX)
@@ -110,6 +168,34 @@ class HolderDriver:
             _close(fds)
             self._lose(client)
 
+    # ---- work, on other threads
+
+    def _perform(self, work: Perform) -> None:
+        if self._make is None:
+            raise RemoteProtocolError("this snapshot process does no work")
+        if self._work is None:
+            self._work = self._make(HeldMemory(self._machine.held, self._post, self._busy))
+        self._work.take(work.client, work.payload, work.arguments)
+
+    def _post(self, client: int, payload: bytes) -> None:
+        self._put_later(Reply(client=client, answer=Worked(payload=payload)))
+
+    def _busy(self, is_busy: bool) -> None:
+        self._put_later(Working(is_busy=is_busy))
+
+    def _put_later(self, what: Event | Reply) -> None:
+        self._posted.append(what)
+        os.eventfd_write(self._wake, 1)
+
+    def _take_posted(self) -> None:
+        os.eventfd_read(self._wake)
+        while self._posted:
+            what = self._posted.popleft()
+            if isinstance(what, Reply):
+                self._reply(what)
+            else:
+                self._put(what)
+
     def _lose(self, client: _Client) -> None:
         if self._clients.pop(client.number, None) is None:
             return
@@ -124,6 +210,8 @@ class HolderDriver:
                     self._reply(action)
                 case Release(memory=memory):
                     os.close(memory)
+                case Perform():
+                    self._perform(action)
                 case End():
                     self._is_over = True
                 case SetTimer(at_ns=at_ns):
@@ -155,8 +243,11 @@ def _close(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the holder that `argv` describes; return the exit code: 1 if another one has its address."""
+def run_holder(argv: Sequence[str], work: Callable[[HeldMemory], HolderWork] | None = None) -> int:
+    """Run the holder that `argv` describes; return the exit code: 1 if another one has its address.
+
+    work: as of `HolderDriver`.
+    """
     spec, line = decode_spec(argv[0]), socket.socket(fileno=int(argv[1]))
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
@@ -166,14 +257,16 @@ def main(argv: Sequence[str]) -> int:
             os.close(fd)  # of who has started its launcher
     with contextlib.suppress(OSError):
         set_process_name("zbmd-snapshots")
-    make_room(spec.identity.ranks + CLIENTS_MAX)
+    make_room(2 * spec.identity.ranks + TOOLS_MAX)
     try:
-        driver = HolderDriver(spec, line)
+        driver = HolderDriver(spec, line, work)
     except OSError:
         return 1
     driver.run()
+    if work is not None:
+        os._exit(0)  # a drop waits for no thread
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_holder(sys.argv[1:]))

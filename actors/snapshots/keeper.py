@@ -34,6 +34,8 @@ from zbmd.transport.errors import UserError, ZbmdError
 HOLDERS_STARTED_MAX: Final = 4
 """Of one job; what ends that many of them would end the next one."""
 END_S_MAX: Final = 2.0
+HOLDER_PROGRAM: Final = "zbmd.actors.snapshots.holder"
+"""The module of a snapshot process that only holds."""
 LINE_FD: Final = 3
 """The descriptor of its end of the line, in a holder."""
 GIVEN_SIGNALS: Final = (signal.SIGTERM, signal.SIGPIPE)
@@ -46,7 +48,7 @@ class SnapshotKeeper:
 
     run: the job's directory and command line; identity: reads what else must be equal, on a thread, and
     raises `UserError` if it cannot; idle_ns: how long memory outlives this launcher; say: takes lines for the
-    user.
+    user; program: the module that the process runs, see `holder`.
     """
 
     def __init__(
@@ -55,8 +57,11 @@ class SnapshotKeeper:
         identity: Callable[[], JobIdentity],
         idle_ns: int,
         say: Callable[[str], None],
+        *,
+        program: str = HOLDER_PROGRAM,
     ) -> None:
         self._tag, self._identity, self._idle_ns, self._say = tag_of(run), identity, idle_ns, say
+        self._program = program
         self.job = secrets.randbits(63) | 1
         """The job's number: that of the run before, if its memory was found."""
         self.resumes = False
@@ -140,11 +145,15 @@ class SnapshotKeeper:
             self._say(f"no process holds the state of this job, and it ends with its launcher: {error}")
             return
         spec = HolderSpec(
-            address=address_of(self._tag, self.job), job=self.job, idle_ns=self._idle_ns, identity=identity
+            address=address_of(self._tag, self.job),
+            job=self.job,
+            idle_ns=self._idle_ns,
+            identity=identity,
+            number=self._started + 1,
         )
         with theirs:
             try:
-                self.pid = _spawn(encode_spec(spec), theirs.fileno())
+                self.pid = _spawn(self._program, encode_spec(spec), theirs.fileno())
             except OSError as error:
                 ours.close()
                 self._say(f"no process can be started to hold the state of this job: {error.strerror}")
@@ -273,12 +282,12 @@ class SnapshotKeeper:
         )
 
 
-def _spawn(spec: str, line: int) -> int:
+def _spawn(program: str, spec: str, line: int) -> int:
     """Start a holder in a session of its own; return its process id. Raises OSError."""
     null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "zbmd.actors.snapshots.holder", spec, str(LINE_FD)],
+        [sys.executable, "-m", program, spec, str(LINE_FD)],
         os.environ,
         file_actions=[*null, (os.POSIX_SPAWN_DUP2, line, LINE_FD)],
         setsid=True,

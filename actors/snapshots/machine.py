@@ -4,6 +4,9 @@
         │ finish, or launcher lost with nothing held     │ drop, or the time without a launcher is over
         └──────────────────────────▶ ENDED ◀─────────────┘
 
+While work on the memory is under way, such as a checkpoint, what would end it leads to ENDING instead, and to
+ENDED when the work is over; a drop does not wait.
+
 Memory is a handle of the driver's. Each handle that comes in is kept for one rank or released, never both.
 """
 
@@ -28,6 +31,7 @@ from zbmd.actors.snapshots.messages import (
     Refused,
     Request,
     Standing,
+    Work,
 )
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.machine import SetTimer, TimerFired
@@ -52,7 +56,14 @@ class ClientLost:
     client: int
 
 
-Event: TypeAlias = Asked | ClientLost | TimerFired
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """Work on the memory is under way, or that is over (`is_busy` is false)."""
+
+    is_busy: bool
+
+
+Event: TypeAlias = Asked | ClientLost | TimerFired | Working
 
 
 # ---- actions
@@ -75,13 +86,22 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Perform:
+    """Do the work that a client asks for. arguments: a handle, which belongs to that work from now on."""
+
+    client: int
+    payload: bytes
+    arguments: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """End the process: all memory goes with it. reason: for its log."""
 
     reason: str
 
 
-Action: TypeAlias = Reply | Release | End | SetTimer
+Action: TypeAlias = Reply | Release | Perform | End | SetTimer
 
 
 class HolderState(Enum):
@@ -89,6 +109,7 @@ class HolderState(Enum):
 
     ATTACHED = "attached"
     ORPHANED = "orphaned"
+    ENDING = "ending"
     ENDED = "ended"
 
 
@@ -103,6 +124,9 @@ class Holder:
         self.held: dict[int, int] = {}
         """The memory of each rank."""
         self._launcher, self._pid = client, pid
+        self._is_busy = False
+        self._reason = ""
+        """Why it ends, once work is over."""
         self._until_ns = 0
         """While it is orphaned, when it ends."""
 
@@ -119,7 +143,11 @@ class Holder:
                 actions = self._lost(client, now_ns)
             case TimerFired():
                 due = self.state is HolderState.ORPHANED and now_ns >= self._until_ns
-                actions = self._end("no launcher came for it") if due else []
+                actions = self._end_later("no launcher came for it") if due else []
+            case Working(is_busy=is_busy):
+                self._is_busy = is_busy
+                is_over = self.state is HolderState.ENDING and not is_busy
+                actions = self._end(self._reason) if is_over else []
             case _:
                 assert_never(event)
         self.check_invariants()
@@ -130,6 +158,7 @@ class Holder:
         handles = list(self.held.values())
         assert len(set(handles)) == len(handles), "one memory is held for two ranks"
         assert all(0 <= rank < self.identity.ranks for rank in self.held), "memory of a rank outside the job"
+        assert self.state is not HolderState.ENDING or self._is_busy, "it ends, and nothing is waited for"
         assert (self._until_ns > 0) == (self.state is HolderState.ORPHANED), "only an orphan has a deadline"
         assert self.state is not HolderState.ORPHANED or self.held, (
             "an orphan that holds nothing ends at once"
@@ -138,7 +167,8 @@ class Holder:
 
     def _asked(self, event: Asked, now_ns: int) -> list[Action]:
         client, request, memory = event.client, event.request, event.memory
-        if (memory is not None) != isinstance(request, Hold):
+        may = isinstance(request, Hold | Work)
+        if (memory is not None and not may) or (memory is None and isinstance(request, Hold)):
             raise RemoteProtocolError(
                 f"{type(request).__name__} with {'no' if memory is None else 'a'} descriptor"
             )
@@ -152,11 +182,15 @@ class Holder:
                 return self._hold(client, rank, memory)
             case Finish():
                 self._require_launcher(client, request)
-                return self._end("its job has ended")
+                return self._end_later("its job has ended")
             case Look():
                 if problem := _wrong_format(request.format):
                     return [Reply(client=client, answer=Refused(reason=problem))]
                 return self._standing(client, now_ns)
+            case Work(payload=payload):
+                if self.state is HolderState.ENDING:
+                    raise RemoteProtocolError(f"work for a process that ends: {self._reason}")
+                return [Perform(client=client, payload=payload, arguments=memory)]
             case Drop():
                 return self._drop(client, request)
             case _:
@@ -164,7 +198,9 @@ class Holder:
 
     def _attach(self, client: int, pid: int, request: Attach, now_ns: int) -> list[Action]:
         problem, fields = _wrong_format(request.format), tuple(self.identity.differences(request.identity))
-        if self.state is HolderState.ATTACHED:
+        if self.state is HolderState.ENDING:
+            problem, fields = f"it ends: {self._reason}", ()
+        elif self.state is HolderState.ATTACHED:
             problem, fields = f"process {self._pid} runs this job", ()
         elif fields and not problem:
             problem = f"these snapshots are of another {', '.join(fields)}"
@@ -217,6 +253,12 @@ class Holder:
             return self._end("its launcher ended before there was anything to hold")
         self.state, self._until_ns = HolderState.ORPHANED, now_ns + self.idle_ns
         return [SetTimer(at_ns=self._until_ns)]
+
+    def _end_later(self, reason: str) -> list[Action]:
+        if not self._is_busy:
+            return self._end(reason)
+        self.state, self._until_ns, self._reason = HolderState.ENDING, 0, reason
+        return []
 
     def _end(self, reason: str) -> list[Action]:
         released: list[Action] = [Release(memory=memory) for memory in self.held.values()]

@@ -38,12 +38,16 @@ class JobIdentity(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class HolderSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The task of a holder. address: its abstract socket; idle_ns: how long it lasts without a launcher."""
+    """The task of a holder. address: its abstract socket; idle_ns: how long it lasts without a launcher.
+
+    number: which one it is of those that the launcher has started for the job, from 1.
+    """
 
     address: str
     job: int
     idle_ns: int
     identity: JobIdentity
+    number: int = 1
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach", kw_only=True):
@@ -73,6 +77,21 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop", kw_only=Tru
     """A user wants the memory back."""
 
     format: int = FORMAT
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True, tag="work", kw_only=True):
+    """A rank asks for work on the memory that is held, such as a checkpoint; a memfd may come with it.
+
+    payload: of a contract of those who do that work, unknown to the holder.
+    """
+
+    payload: bytes
+
+
+class Worked(msgspec.Struct, frozen=True, array_like=True, tag="worked", kw_only=True):
+    """Progress of work that this client asked for. payload: as of `Work`."""
+
+    payload: bytes
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True, tag="standing", kw_only=True):
@@ -112,8 +131,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", kw_on
     fields: tuple[str, ...] = ()
 
 
-Request: TypeAlias = Attach | Hold | Finish | Look | Drop
-Answer: TypeAlias = Standing | Memory | Holds | Dropped | Refused
+Request: TypeAlias = Attach | Hold | Finish | Look | Drop | Work
+Answer: TypeAlias = Standing | Memory | Holds | Dropped | Refused | Worked
 MessageT = TypeVar("MessageT")
 
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -124,7 +143,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode_request(packet: bytes) -> Request:
     """Decode what a launcher or a tool sent. Raises `RemoteProtocolError`."""
-    request = _decoded(_request_decoder, packet, "a process sent the snapshot process no request")
+    request = decoded(_request_decoder, packet, "a process sent the snapshot process no request")
     if isinstance(request, Hold):
         _require_rank(request.rank)
     return request
@@ -132,7 +151,7 @@ def decode_request(packet: bytes) -> Request:
 
 def decode_answer(packet: bytes) -> Answer:
     """Decode what a holder sent. Raises `RemoteProtocolError`."""
-    answer = _decoded(_answer_decoder, packet, "the snapshot process sent no answer")
+    answer = decoded(_answer_decoder, packet, "the snapshot process sent no answer")
     ranks = answer.ranks if isinstance(answer, Standing) else ()
     ranks = (answer.rank,) if isinstance(answer, Memory | Holds) else ranks
     for rank in ranks:
@@ -157,7 +176,7 @@ def decode_spec(text: str) -> HolderSpec:
         raise RemoteProtocolError(
             f"the snapshot process was started for nothing that it knows: {error}"
         ) from error
-    if not 0 < spec.job < 1 << 64 or not 0 < spec.idle_ns <= IDLE_NS_MAX:
+    if not 0 < spec.job < 1 << 64 or not 0 < spec.idle_ns <= IDLE_NS_MAX or spec.number < 1:
         raise RemoteProtocolError(f"the snapshot process was started for job {spec.job}, {spec.idle_ns} ns")
     return spec
 
@@ -167,7 +186,8 @@ def _require_rank(rank: int) -> None:
         raise RemoteProtocolError(f"memory of rank {rank}: expected 0 to {RANKS_MAX - 1}")
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[MessageT], packet: bytes, problem: str) -> MessageT:
+def decoded(decoder: msgspec.msgpack.Decoder[MessageT], packet: bytes, problem: str) -> MessageT:
+    """Decode a packet. problem: what is wrong otherwise. Raises `RemoteProtocolError`."""
     if len(packet) > PACKET_BYTES_MAX:
         raise RemoteProtocolError(f"a packet of {len(packet)} bytes: at most {PACKET_BYTES_MAX}")
     try:

@@ -47,6 +47,8 @@ RUN_CHARACTERS_MAX = 4096
 """Of a command line, in what holds its state."""
 RANK_BYTES = 96 << 20
 """Approximate memory of a rank beside its arena: interpreter, inbox, rings."""
+SNAPSHOTS_PROGRAM = "zbmd.training.checkpoint.held"
+"""Of a process that holds states, and writes checkpoints of them."""
 OWN_PACKAGE = "zbmd."
 OWN_JOBS = {
     "zbmd.training.sharded": "zbmd.training.sharded.__main__",
@@ -219,7 +221,7 @@ def snapshot_keeper(config: HostConfig, idle_s: float, say: Callable[[str], None
             settings=hashlib.blake2b("\0".join(read).encode(), digest_size=16).hexdigest(),
         )
 
-    return SnapshotKeeper(run, identity, round(idle_s * SECOND_NS), say)
+    return SnapshotKeeper(run, identity, round(idle_s * SECOND_NS), say, program=SNAPSHOTS_PROGRAM)
 
 
 def own_modules(job: JobCommand) -> tuple[str, ...]:

@@ -30,14 +30,15 @@ LEVEL: Final = 1
 """Of zstd: level 9 takes 4 to 6 times as long for at most 2.5 % of shuffled float32."""
 METADATA: Final = "__metadata__"
 _LENGTH: Final = struct.Struct("<Q")
-_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     name: np.dtype(kind)
     for name, kind in {
         **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4"},
         **{"I16": "<i2", "U16": "<u2", "I8": "i1", "U8": "u1", "BOOL": "?"},
     }.items()
 }
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+"""Those that checkpoints have, by the names of safetensors."""
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Codec(Enum):
@@ -107,7 +108,7 @@ def encoded(
     order = sorted(tensors, key=lambda name: (-_written(tensors[name], codec).itemsize, name))
     for name in order:  # wide dtypes first, so that all are aligned
         tensor = np.ascontiguousarray(tensors[name])
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name} is {tensor.dtype}, which no checkpoint has")
         blocks, parts = _blocks_of(tensor, codec)
         size = sum(len(part) for part in parts)
@@ -138,7 +139,7 @@ def _blocks_of(tensor: Array, codec: Codec) -> tuple[Blocks, list[Buffer]]:
         parts.append(block if codec is Codec.NONE else _compressed(block, tensor.itemsize))
     blocks = Blocks(
         codec=codec,
-        dtype=_NAMES[tensor.dtype],
+        dtype=DTYPE_NAMES[tensor.dtype],
         shape=tensor.shape,
         block=BLOCK_BYTES,
         digests="".join(digests),
@@ -181,7 +182,7 @@ class Shard:
         at = 0
         for name, entry in sorted(self._entries.items(), key=lambda item: item[1].data_offsets):
             first, end = entry.data_offsets
-            if first != at or end < first or entry.dtype not in _DTYPES or min(entry.shape, default=1) < 0:
+            if first != at or end < first or entry.dtype not in DTYPES or min(entry.shape, default=1) < 0:
                 raise ValueError(f"its header places {name} at {first} to {end}, as {entry.dtype}")
             at = end
         if self._data + at != self._file.size:
@@ -211,7 +212,7 @@ class Shard:
     def tensor(self, name: str) -> Array:
         """Return a tensor, its blocks verified. Raises `KeyError` if it is absent, and as the class."""
         entry, blocks = self._entries[name], self._blocks[name]
-        dtype = _DTYPES.get(blocks.dtype)
+        dtype = DTYPES.get(blocks.dtype)
         if dtype is None or min(blocks.shape, default=1) < 0:
             raise ValueError(f"{name} is {blocks.dtype} of shape {blocks.shape}")
         count = 1
@@ -231,7 +232,7 @@ class Shard:
         wanted = None if blocks is None else set(blocks)
         for name, entry in self._entries.items():
             held = self._blocks[name]
-            itemsize = _DTYPES[held.dtype].itemsize if held.dtype in _DTYPES else 1
+            itemsize = DTYPES[held.dtype].itemsize if held.dtype in DTYPES else 1
             for _ in self._read(name, entry, held, itemsize, None, wanted):
                 pass
 

@@ -9,6 +9,11 @@ A write that fails is tried again, with more time between tries. If one rank giv
 checkpoint: the last published one stays, and the next one that is due is a new attempt. A checkpoint that is
 due while another one is under way follows that. A new view drops what is under way, and survivors ask for
 another one.
+
+Where a snapshot process holds the state of all ranks, that process writes in their place (`held`): it runs
+this machine too, for itself, with the reports of all shards that it has written, and publishes. The ranks
+have `HandedOver` the checkpoint then, and wait for its end. If one of them loses that process, all drop the
+checkpoint and ask for another one, which they write themselves unless there is a new process by then.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ class Progress(IntEnum):
     WROTE = 2
     PUBLISHED = 3
     GAVE_UP = 4
+    LOST = 5
+    """What was to write for this rank is lost, and with it what it had copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,20 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A snapshot process writes the checkpoint under way, and tries again by itself what fails."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriterLost:
+    """The snapshot process that was to write the checkpoint under way is lost, or does not do it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Voted:
     """All ranks have voted, in their order, after the checkpoint under way was begun."""
 
@@ -106,7 +127,9 @@ class FoundDamaged:
     reason: str
 
 
-Event = Reached | Wrote | Published | Failed | Voted | Hurry | NewView | FoundDamaged
+Event = (
+    Reached | Wrote | Published | Failed | HandedOver | WriterLost | Voted | Hurry | NewView | FoundDamaged
+)
 
 
 # ---- actions
@@ -187,9 +210,11 @@ class Saving:
         self.published: int | None = None
         """The last version whose checkpoint is published, as far as this rank knows."""
         self.asks = False
-        """Whether this rank asks all for a checkpoint, in the place of one that a new view has dropped."""
+        """Whether this rank asks all for a checkpoint, in the place of one that was dropped."""
+        self.lost = False
+        """Whether the last checkpoint was dropped because a snapshot process was lost; on all ranks alike."""
         self.report = Report()
-        self._late = self._has_failed = self._hurried = False
+        self._late = self._has_failed = self._hurried = self._handed_over = False
         self._tries = self._left = 0
         self._headers: tuple[tuple[int, int], ...] | None = None
         """Of the checkpoint that this rank publishes; None: not yet."""
@@ -201,6 +226,13 @@ class Saving:
                 return self._reached(event)
             case Wrote(version=version) | Published(version=version) | Failed(version=version):
                 return self._ended(event, now_ns) if version == self.pending else []
+            case HandedOver(version=version):
+                self._handed_over = version == self.pending
+                return []
+            case WriterLost(version=version):
+                if version == self.pending and self.report.progress is not Progress.PUBLISHED:
+                    self.report = Report(Progress.LOST)
+                return []
             case Voted(reports=reports):
                 return self._voted(reports, now_ns) if self.pending is not None else []
             case Hurry():
@@ -222,7 +254,7 @@ class Saving:
             self._late = True  # on all ranks alike: they know the same of the one under way
             return []
         self.pending, self.report = event.version, Report()
-        self._late = self.asks = self._hurried = False
+        self._late = self.asks = self.lost = self._hurried = False
         self._tries, self._left, self._headers = 0, TRIES, None
         return [Stage(event.version)]
 
@@ -238,6 +270,8 @@ class Saving:
             case Failed(version=version, reason=reason, final=final):
                 told: list[Action] = [] if self._has_failed else [TellFailure(version, reason)]
                 self._has_failed = True
+                if self._handed_over and not final:
+                    return told  # it tries again by itself
                 self._tries, self._left = self._tries + 1, self._left - 1
                 if final or self._left <= 0:
                     self.report = Report(Progress.GAVE_UP)
@@ -258,6 +292,9 @@ class Saving:
             told, self._has_failed, header = self._has_failed, False, self.report.header
             actions: list[Action] = [TellSuccess(version)] if told else []
             return [*self._drop(), *actions, *([Rehearse(version, header)] if header else [])]
+        if any(each.progress is Progress.LOST for each in reports):
+            self.asks = self.lost = True
+            return [*self._drop(), *([Remove(version)] if self.first else [])]
         wrote = all(each.progress in (Progress.WROTE, Progress.NO_SHARD) for each in reports)
         if not (wrote and self.first and self._headers is None):
             return []
@@ -268,5 +305,6 @@ class Saving:
         return [Publish(version, self._headers, now_ns)]
 
     def _drop(self) -> list[Action]:
-        self.pending, self.report, self._headers, self._hurried = None, Report(), None, False
+        self.pending, self.report, self._headers = None, Report(), None
+        self._hurried = self._handed_over = False
         return []

@@ -25,10 +25,10 @@ from zbmd.collectives.group.group import Group, group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import SavedState, last_in, open_state
-from zbmd.training.job.checkpoints import Checkpoints
+from zbmd.training.job.checkpoints import Checkpoints, Version
 from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.options import RunOptions
-from zbmd.training.job.paced import PaceClock, PacedCheckpoints
+from zbmd.training.job.paced import PaceClock, Pacing
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import StepResults
 from zbmd.training.job.signals import SIGNALS, signals_taken
@@ -104,12 +104,12 @@ class Job(Generic[ResultT]):
         self._wishes, self._asking = Wish.NOTHING, threading.Lock()
         self._asked = asyncio.Event()
         begins = worker.rank == 0 and not again
-        self._checkpoints = PacedCheckpoints(
-            Checkpoints(options.storage, task.plan, retention=options.retention, codec=options.codec),
+        pacing = Pacing(
             options.checkpoint_every if options.checkpoints else 0,
             partial(PaceClock, options.out, first, hosts=options.hosts, begins=begins),
             note=self._note_pace,
         )
+        self._checkpoints = Checkpoints(worker, options, task.plan, pacing)
         self._log = RunLog(
             options.out,
             run_id=f"{worker.job:016x}",
@@ -265,6 +265,7 @@ class Job(Generic[ResultT]):
             for found in (trainer.file, trainer.kept):
                 if found is not None:
                     self._take_notes(found)
+            self._checkpoints.state_in(trainer.kept)
             self._keeper = self._keeper_of(trainer, groups.world)
         return self._keeper
 
@@ -381,12 +382,13 @@ class Job(Generic[ResultT]):
                 faults.hit(BEGIN_POINT)
                 self._tell(profiler, profiler.begin_step(trainer.step + 1))
                 self._ask(keeper, trainer.step + 1)
+                keeper.begin_step()
                 trainer.run_step(keeper)
                 profiler.held(trainer.held_most)
                 agreed = keeper.agreed
                 with spans.CHECKPOINT:
                     self._checkpoints.staged()
-                self._checkpoints.voted(agreed.saved)
+                self._checkpoints.voted(agreed)
                 self._reached(groups.world, trainer, keeper, agreed.wishes)
                 with self._asking:
                     self._wishes &= ~agreed.wishes
@@ -450,11 +452,8 @@ class Job(Generic[ResultT]):
             with spans.CHECKPOINT:
                 if waits:
                     keeper.settle()  # nobody goes back behind what the files hold
-                    self._checkpoints.end(world)
-                self._checkpoints.reached(
-                    world, version, asked=asked, due=waits, pieces=trainer.pieces, loss_scale=trainer.scale
-                )
-                is_saved = waits and self._checkpoints.end(world)
+                made = Version(version, trainer.scale, trainer.pieces)
+                is_saved = self._checkpoints.reached(world, made, asked=asked, waits=waits)
         if save and self._is_lowest():
             kept = f"saved: {last_in(options.storage)}" if is_saved else "not saved: see above"
             what = kept if options.checkpoints else "not saved: no checkpoints"

@@ -1,4 +1,4 @@
-"""Checkpoints of a job at the pace that it measures: the driver of `CheckpointPace`, and its records.
+"""When the checkpoints of a job are due: the driver of `CheckpointPace`, and its records.
 
 The lowest rank decides by its own measurements, and asks all others in its vote (`Wish.CHECKPOINT`): all
 begin after the step that the vote was for, whatever their clocks say. Others measure as well, to go on as the
@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from zbmd.collectives.group.group import Group
 from zbmd.training.checkpoint.pace import (
     AUTO,
     Begun,
@@ -29,11 +28,7 @@ from zbmd.training.checkpoint.pace import (
     WorkLost,
     Written,
 )
-from zbmd.training.checkpoint.saving import Report
-from zbmd.training.checkpoint.sharded import Piece
-from zbmd.training.job.checkpoints import Checkpoints
 from zbmd.training.job.records import METRICS_NAME, last_values
-from zbmd.training.redundancy.interface import Wish
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
@@ -135,96 +130,55 @@ def _pace_of(values: Mapping[str, float]) -> Pace | None:
     return Pace(checkpoint_every=int(found.pop(KIND)), **found)
 
 
-class PacedCheckpoints:
-    """The checkpoints of a job, each `every` steps or, for `AUTO`, at the pace of a clock.
+class Pacing:
+    """When checkpoints of a job are due: each `every` steps or, for `AUTO`, at the pace of a clock.
 
     For the training thread. make: makes the clock; note: as of `PaceClock`.
     """
 
-    def __init__(
-        self, checkpoints: Checkpoints, every: Every, make: Callable[..., PaceClock], *, note: NotePace
-    ) -> None:
-        self._checkpoints, self._clock = checkpoints, make(note=note) if every == AUTO else None
+    def __init__(self, every: Every, make: Callable[..., PaceClock], *, note: NotePace) -> None:
+        self._clock = make(note=note) if every == AUTO else None
         self._every = 0 if every == AUTO else every
         self._begun: int | None = None
         """The version whose checkpoint is under way, as far as the clock knows."""
         self._beside = False
         """Whether a step has begun since the checkpoint under way has."""
 
-    @property
-    def report(self) -> Report:
-        """See `Checkpoints`."""
-        return self._checkpoints.report
+    def begin_step(self, step: int, *, decides: bool) -> bool:
+        """Step `step` begins; return whether to ask all for a checkpoint then, if that is for this rank."""
+        self._beside = True
+        if self._clock is None:
+            return False
+        self._clock.stepped()
+        return decides and self._clock.is_due(step)
 
-    def enter(self, world: Group) -> None:
-        """See `Checkpoints`."""
-        self._checkpoints.enter(world)
+    def is_due(self, version: int) -> bool:
+        """Return whether a checkpoint of `version` is due without being asked for."""
+        return self._every > 0 and version % self._every == 0
 
-    def begin_step(self, step: int, *, decides: bool) -> Wish:
-        """Step `step` begins; return what to ask all ranks for. decides: whether that is for this rank."""
-        self._beside, clock = True, self._clock
-        wish = Wish.CHECKPOINT if self._checkpoints.asks else Wish.NOTHING
-        if clock is not None:
-            clock.stepped()
-            if decides and clock.is_due(step):
-                wish |= Wish.CHECKPOINT
-        return wish
+    def begun(self, version: int) -> None:
+        """A checkpoint begins, before its stalls."""
+        self._begun, self._beside = version, False
+        if self._clock is not None:
+            self._clock.begun(version)
 
-    def reached(
-        self,
-        world: Group,
-        version: int,
-        *,
-        asked: Wish,
-        due: bool,
-        pieces: Callable[[], Sequence[Piece]],
-        loss_scale: tuple[float, ...],
-    ) -> None:
-        """As of `Checkpoints`. asked: in the votes for `version`; due: whatever that is."""
-        due = due or bool(asked & Wish.CHECKPOINT) or (self._every > 0 and version % self._every == 0)
-        if self._checkpoints.reached(world, version, due=due, pieces=pieces, loss_scale=loss_scale):
-            self._begun, self._beside = version, False
-            if self._clock is not None:
-                self._clock.begun(version)
+    def stalling(self) -> AbstractContextManager[None]:
+        """Count the time of the block as a stall of the checkpoint under way."""
+        return nullcontext() if self._clock is None else self._clock.stalling()
 
-    def staged(self) -> None:
-        """See `Checkpoints`."""
-        with self._stalling():
-            self._checkpoints.staged()
-
-    def voted(self, reports: Sequence[Report]) -> None:
-        """See `Checkpoints`."""
-        self._checkpoints.voted(reports)
-        self._look()
-
-    def end(self, world: Group) -> bool:
-        """See `Checkpoints`."""
-        with self._stalling():
-            is_published = self._checkpoints.end(world)
-        self._look()
-        return is_published
-
-    def _look(self) -> None:
-        """Tell the clock if the checkpoint under way has ended."""
-        begun, checkpoints = self._begun, self._checkpoints
-        if begun is None or checkpoints.pending == begun:
+    def look(self, *, pending: int | None, published: int | None) -> None:
+        """Tell the clock if the checkpoint under way has ended: the versions are those that all know of."""
+        begun = self._begun
+        if begun is None or pending == begun:
             return
         self._begun = None
-        if self._clock is not None and checkpoints.published == begun:
+        if self._clock is not None and published == begun:
             self._clock.written(beside=self._beside)
         elif self._clock is not None:
             self._clock.dropped()
 
-    def _stalling(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._clock is None else self._clock.stalling()
-
-    def abandon(self) -> None:
-        """See `Checkpoints`; at the end of an epoch."""
-        self._checkpoints.abandon()
+    def cut(self) -> None:
+        """The epoch is over, and with it a checkpoint under way."""
         self._begun = None
         if self._clock is not None:
             self._clock.cut()
-
-    def close(self) -> None:
-        """See `Checkpoints`."""
-        self._checkpoints.close()

@@ -409,16 +409,17 @@ class BuddyReplica(RedundancyDriver):
         super().updated(done)
 
     def voted(self, votes: Sequence[Vote]) -> None:
-        """See `StepHook`. The next update overwrites the slot before: that is no longer complete."""
+        """See `StepHook`. The update that follows a vote overwrites the slot before: it is incomplete."""
         super().voted(votes)
         if self._kept is not None:
             self._kept.note_record()
-            self._kept.slots.begin((self._machine.version + 1) % zm.SLOTS)
+            if not self.applies_first:
+                self._kept.slots.begin((self._machine.version + 1) % zm.SLOTS)
 
-    def _resumed(self, version: int) -> None:
-        """See `RedundancyDriver`. Among replicas the other slot is written before the next vote."""
+    def begin_step(self) -> None:
+        """See `Redundancy`. Among replicas the other slot is written before the next vote."""
         if self._kept is not None and self.applies_first:
-            self._kept.slots.begin((version + 1) % zm.SLOTS)
+            self._kept.slots.begin((self._machine.version + 1) % zm.SLOTS)
 
     def _start_anew(self) -> None:
         if self._kept is not None:

@@ -191,6 +191,8 @@ class Wish(IntFlag):
     STOP = 2
     CHECKPOINT = 4
     """Begin a checkpoint; nothing waits for it."""
+    UNHELD = 8
+    """No wish: no snapshot process can write the next checkpoint in the place of this rank."""
 
 
 @dataclass(slots=True)
@@ -216,7 +218,7 @@ class Agenda:
         """Return what all ranks do, given all their votes."""
         wishes = Wish.NOTHING
         for vote in votes:
-            wishes |= Wish(int(vote[3]) & (Wish.SAVE | Wish.STOP | Wish.CHECKPOINT))
+            wishes |= Wish(int(vote[3]) & (Wish.SAVE | Wish.STOP | Wish.CHECKPOINT | Wish.UNHELD))
         saved = tuple(Report(Progress(int(vote[4])), int(vote[5])) for vote in votes)
         return cls(min(int(vote[2]) for vote in votes), wishes, saved)
 
@@ -253,6 +255,12 @@ class Redundancy(StepHook, Protocol):
         Only of a state that is recut. Raises as `meet`.
         """
         ...
+
+    def begin_step(self) -> None:
+        """Note that a step begins, which overwrites the slot of the version before the last one.
+
+        Until then both versions are whole.
+        """
 
     def epoch_over(self) -> None:
         """Return once nothing of this epoch is running."""
@@ -358,7 +366,6 @@ class RedundancyDriver(Redundancy):
                     self._start_anew()
                 case zm.Resume(version=version):
                     self._own.slot = version % zm.SLOTS
-                    self._resumed(version)
                 case zm.CopyWard():
                     self._start_copy(action)
                 case Divide():
@@ -379,9 +386,6 @@ class RedundancyDriver(Redundancy):
 
     def _start_anew(self) -> None:
         self._own.begin_anew()
-
-    def _resumed(self, version: int) -> None:
-        """All go on from `version`."""
 
     @abstractmethod
     def _keep(self, version: int) -> None:

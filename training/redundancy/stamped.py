@@ -34,6 +34,8 @@ _NOTES: Final = 2 * SLOTS
 """Two of each slot: what its step reported, and its record once it is committed."""
 _MADE: Final = struct.Struct("<Q")
 _MADE_AT: Final = 128
+_BEGUN: Final = struct.Struct("<Q")
+_BEGUN_AT: Final = 144
 _NOTES_AT: Final = 256
 
 
@@ -120,8 +122,20 @@ class StampedSlots:
         """Return the digest of the slot when it was complete."""
         return int(_STAMP.unpack_from(self._memory, _stamp_at(slot))[1])
 
+    @property
+    def memory(self) -> Any:
+        """The memory of the slots, with all that is stamped on them."""
+        return self._memory
+
+    def begun(self, slot: int) -> tuple[int, int]:
+        """Return where in the memory it is counted how often the slot was begun, as a u64; and how often."""
+        at = _BEGUN_AT + slot * _BEGUN.size
+        return at, int(_BEGUN.unpack_from(self._memory, at)[0])
+
     def begin(self, slot: int) -> None:
-        """Mark the slot as incomplete."""
+        """Mark the slot as incomplete, before it is written. Who copies it sees that it was begun again."""
+        at, count = self.begun(slot)
+        _BEGUN.pack_into(self._memory, at, (count + 1) % (1 << 64))
         _STAMP.pack_into(self._memory, _stamp_at(slot), NO_VERSION, 0)
 
     def end(self, slot: int, version: int, digest: int) -> None:

@@ -100,8 +100,8 @@ def blocks_in(table: memoryview) -> Iterator[tuple[bytes, int, int]]:
         yield name.rstrip(b"\0"), begin, nbytes
 
 
-def block_of(fd: int, name: str) -> memoryview | None:
-    """Return the memory of a block, read-only, in a memfd that outlives its process; None if it has none.
+def span_of(fd: int, name: str) -> tuple[int, int] | None:
+    """Return where a block begins in a memfd that outlives its process, and its bytes; None if it has none.
 
     It is untrusted: a table that is damaged is one without blocks. Raises OSError.
     """
@@ -110,10 +110,19 @@ def block_of(fd: int, name: str) -> memoryview | None:
         return None
     for listed, begin, nbytes in blocks_in(memoryview(os.pread(fd, TABLE_BYTES, 0))):
         if listed == name.encode() and begin >= TABLE_BYTES and 0 < nbytes <= size - begin:
-            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-            whole = mmap.mmap(fd, begin - first + nbytes, prot=mmap.PROT_READ, offset=first)
-            return memoryview(whole)[begin - first :]
+            return begin, nbytes
     return None
+
+
+def block_of(fd: int, name: str) -> memoryview | None:
+    """Return the memory of a block, read-only, as of `span_of`. Raises OSError."""
+    span = span_of(fd, name)
+    if span is None:
+        return None
+    begin, nbytes = span
+    first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+    whole = mmap.mmap(fd, begin - first + nbytes, prot=mmap.PROT_READ, offset=first)
+    return memoryview(whole)[begin - first :]
 
 
 class KeptBlocks:

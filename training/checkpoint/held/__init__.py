@@ -1,0 +1,11 @@
+"""Checkpoints that the snapshot process of a host writes, from the memory that it holds.
+
+A rank says where in its memory the version lies that all ranks have come to (`messages.SaveShard`), and goes
+on once that is copied: no thread of its own copies, encodes or writes. Once all ranks of the job have said
+so, nobody else is needed: the process writes all shards and publishes the checkpoint, by the machine that
+ranks use as well (`saving`), whoever dies meanwhile. If the ranks are on several hosts, each process writes
+the shards of its own, and the ranks' votes decide.
+
+`python -m zbmd.training.checkpoint.held` is that process: `actors.snapshots.holder` with `service`, which is
+imported for the first checkpoint. `line` is a rank's connection to it.
+"""

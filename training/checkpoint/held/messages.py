@@ -1,0 +1,190 @@
+"""Messages between a rank and the snapshot process that writes its shards: the payloads of `Work`, `Worked`.
+
+Whatever a rank sends is checked before it is used: spans against the memory that is held, sizes against
+bounds.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import IntEnum
+from typing import Final, TypeAlias
+
+import msgspec
+
+from zbmd.actors.snapshots.messages import decoded
+from zbmd.training.autograd.parameter_layout import ParameterSlice
+from zbmd.training.checkpoint.blocks import DTYPES, Codec
+from zbmd.transport.errors import RemoteProtocolError
+
+ARGUMENTS_BYTES_MAX: Final = 256 << 20
+"""Of the description of a shard: about 100 bytes for each of its arrays."""
+VERSION_MAX: Final = 1 << 40
+RANKS_MAX: Final = 2047
+_HEAD: Final = 8
+ALIGNMENT: Final = 64
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """An array of a shard: `count` elements from byte `at` of the rank's block, or of what came with it."""
+
+    at: int
+    count: int
+    dtype: str
+    attached: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes."""
+        return self.count * DTYPES[self.dtype].itemsize
+
+
+class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
+    """A `Piece`, whose arrays lie in memory that is held. dtype: that is written; "": each as it is."""
+
+    name: str
+    cut: ParameterSlice
+    names: tuple[str, ...]
+    dtype: str
+    spans: tuple[Span, ...]
+
+
+class SaveShard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Write the shard of `rank`, at `place` of `places`, of a checkpoint of `version`.
+
+    together: whether all ranks ask this process, which then publishes the checkpoint. block: the name of
+    the memory; counter, count: where in it a u64 changes before the version is overwritten, and its value.
+    storage: a directory or URL; keep, every: of `Retention`. attached: the bytes of arrays that came with it.
+    """
+
+    version: int
+    stem: str
+    rank: int
+    place: int
+    places: int
+    together: bool
+    block: str
+    counter: int
+    count: int
+    storage: str
+    plan: str
+    loss_scale: tuple[float, ...]
+    keep: int
+    every: int
+    codec: Codec
+    pieces: tuple[HeldPiece, ...]
+    attached: int = 0
+
+    def checkpoint(self) -> tuple[object, ...]:
+        """Return what all shards of a checkpoint have in common."""
+        same = (self.version, self.stem, self.places, self.together, self.storage, self.plan)
+        return (*same, self.loss_scale, self.keep, self.every, self.codec)
+
+    def check(self) -> None:
+        """Raise `RemoteProtocolError` for a request that no rank makes."""
+        numbers = (self.rank, self.place, self.counter, self.count, self.every, self.attached)
+        if min(numbers) < 0 or not 0 <= self.version <= VERSION_MAX or self.keep < 1:
+            raise RemoteProtocolError(f"a rank asks for a shard with impossible numbers: {numbers}")
+        if not self.place < self.places <= RANKS_MAX:
+            raise RemoteProtocolError(f"a rank asks for a shard at place {self.place} of {self.places}")
+        for piece in self.pieces:
+            if len(piece.names) < len(piece.spans) or piece.dtype not in ("", *DTYPES):
+                raise RemoteProtocolError(f"a piece of {piece.name} with {len(piece.spans)} arrays")
+            for span in piece.spans:
+                if min(span.at, span.count) < 0 or span.dtype not in DTYPES:
+                    raise RemoteProtocolError(f"an array of {piece.name} at {span.at}, as {span.dtype}")
+                if span.attached and span.at + span.nbytes > self.attached:
+                    raise RemoteProtocolError(f"an array of {piece.name} beyond what came with the request")
+
+
+class Save(msgspec.Struct, frozen=True, array_like=True, tag="save"):
+    """A `SaveShard` is in the memfd that comes with this: see `arguments_of`."""
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """A rank waits: answer `ALIVE`. hurry: all ranks wait for the checkpoint `stem`."""
+
+    stem: str
+    hurry: bool
+
+
+class Event(IntEnum):
+    """What a rank hears of its shard."""
+
+    COPIED = 0
+    """Its memory may change."""
+    WROTE = 1
+    """The shard is durable; another process, or the ranks, publish the checkpoint."""
+    PUBLISHED = 2
+    FAILED = 3
+    """A write failed, and is tried again."""
+    GAVE_UP = 4
+    REFUSED = 5
+    """This process cannot write it: it does not hold the memory."""
+    DAMAGED = 6
+    RECOVERED = 7
+    ALIVE = 8
+
+
+class Heard(msgspec.Struct, frozen=True, array_like=True, tag="heard"):
+    """Progress of the checkpoint `stem`. header: the digest of the shard's, 0 for none."""
+
+    stem: str
+    event: Event
+    header: int = 0
+    reason: str = ""
+
+
+Asked: TypeAlias = Save | Ask
+_asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+_heard = msgspec.msgpack.Decoder(Heard)
+_shard = msgspec.msgpack.Decoder(SaveShard)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_asked(payload: bytes) -> Asked:
+    """Decode what a rank asks for. Raises `RemoteProtocolError`."""
+    return decoded(_asked, payload, "a rank asked the snapshot process for nothing that it knows")
+
+
+def decode_heard(payload: bytes) -> Heard:
+    """Decode the progress of a shard. Raises `RemoteProtocolError`."""
+    heard = decoded(_heard, payload, "the snapshot process sent no progress")
+    if not 0 <= heard.header < 1 << 64:
+        raise RemoteProtocolError(f"the snapshot process sent the digest {heard.header}: expected a u64")
+    return heard
+
+
+def decode_shard(data: bytes) -> SaveShard:
+    """Decode and check the description of a shard. Raises `RemoteProtocolError`."""
+    try:
+        request = _shard.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"a rank described no shard: {error}") from error
+    request.check()
+    return request
+
+
+def put_arguments(memory: int, request: SaveShard) -> int:
+    """Write a request into a memfd; return the first byte of what is attached to it."""
+    data = encode(request)
+    os.pwrite(memory, len(data).to_bytes(_HEAD, "little") + data, 0)
+    return _attached_at(len(data))
+
+
+def arguments_of(memory: int) -> tuple[SaveShard, int]:
+    """Return the request in a memfd, and the first byte of what is attached. Raises `RemoteProtocolError`."""
+    try:
+        length = int.from_bytes(os.pread(memory, _HEAD, 0), "little")
+        if not 0 < length <= ARGUMENTS_BYTES_MAX:
+            raise RemoteProtocolError(f"a rank described a shard in {length} bytes")
+        request = decode_shard(os.pread(memory, length, _HEAD))
+        if os.fstat(memory).st_size < (_attached_at(length) + request.attached if request.attached else 0):
+            raise RemoteProtocolError("a rank attached less than its request says")
+    except OSError as error:
+        raise RemoteProtocolError(f"a rank's request cannot be read: {error.strerror}") from error
+    return request, _attached_at(length)
+
+
+def _attached_at(length: int) -> int:
+    return -(-(_HEAD + length) // ALIGNMENT) * ALIGNMENT

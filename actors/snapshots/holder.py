@@ -73,12 +73,14 @@ class HolderWork(Protocol):
 class HeldMemory:
     """What work has of its holder. memory: descriptors by rank, to be duplicated by who keeps one.
 
-    post: tells a client of progress; busy: whether anything is under way. Both for any thread.
+    post: tells a client of progress; busy: whether anything is under way. Both for any thread. number: which
+    process of the job this is.
     """
 
     memory: Mapping[int, int]
     post: Callable[[int, bytes], None]
     busy: Callable[[bool], None]
+    number: int
 
 
 class HolderDriver:
@@ -94,7 +96,7 @@ class HolderDriver:
         line: socket.socket,
         work: Callable[[HeldMemory], HolderWork] | None = None,
     ) -> None:
-        self._make = work
+        self._make, self._number = work, spec.number
         self._work: HolderWork | None = None
         self._clients_max = TOOLS_MAX + spec.identity.ranks
         self._posted: deque[Event | Reply] = deque()
@@ -174,7 +176,7 @@ class HolderDriver:
         if self._make is None:
             raise RemoteProtocolError("this snapshot process does no work")
         if self._work is None:
-            self._work = self._make(HeldMemory(self._machine.held, self._post, self._busy))
+            self._work = self._make(HeldMemory(self._machine.held, self._post, self._busy, self._number))
         self._work.take(work.client, work.payload, work.arguments)
 
     def _post(self, client: int, payload: bytes) -> None:

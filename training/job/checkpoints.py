@@ -75,7 +75,7 @@ class Checkpoints:
         self._place = 0
 
     def state_in(self, kept: StampedSlots | None) -> None:
-        """Have the snapshot process of this host write what lies in `kept`; None: nothing outlives this rank."""
+        """Have the snapshot process of this host write what lies in `kept`, if that outlives this rank."""
         self._kept, self._line = kept, None
         if kept is not None and self._options.checkpoints:
             self._line = HeldLine(self._worker.job, kept.memory)
@@ -89,7 +89,7 @@ class Checkpoints:
         return self._writer.machine.report
 
     def begin_step(self, step: int, *, decides: bool) -> Wish:
-        """Step `step` begins; return what to ask all ranks for. decides: whether the pace is up to this rank."""
+        """Step `step` begins; return what to ask all ranks for. decides: whether this rank sets the pace."""
         wish = Wish.NOTHING
         if self._pacing.begin_step(step, decides=decides) or self._writer.machine.asks:
             wish |= Wish.CHECKPOINT

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import uuid
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.processes.launcher import Running, marked
+from support.jobs.held_runs import (
+    HOLDER,
+    STEPS,
+    job,
+    kill_all_when_held,
+    killed,
+    last_committed,
+    started,
+    undisturbed,
+    weights_of,
+)
 
-from zbmd.actors.snapshots.client import HolderAddress, drop, look
+from zbmd.actors.snapshots.client import HolderAddress, look
 from zbmd.tools.entry import zbmd as command
 from zbmd.tools.runs.snapshots import DAMAGED, WHOLE, held_runs
 from zbmd.training.checkpoint.index import SHARDS_NAME
@@ -29,105 +34,6 @@ from zbmd.transport.memory.kept import block_of
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
-
-STEPS = 250
-"""Two ranks take some seconds for them: in one of these their state is held."""
-OPTIONS = (
-    *("--data", "text", "--steps", str(STEPS), "--context", "16", "--width", "16", "--heads", "2"),
-    *("--layers", "2", "--sequences-per-shard", "1", "--shards", "4", "--evaluate-every", "0"),
-    *("--checkpoint-every", "0"),
-)
-HOLDER = "zbmd-snapshots"
-
-
-@pytest.fixture
-def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
-    """The directory of a run, with a text beside it; nothing is held of the run afterwards."""
-    text = "".join(f"line {i} of some text that is to be learnt\n" for i in range(2000))
-    (launcher.directory / "text").write_text(text)
-    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(launcher.directory / "cookie"))
-    directory = launcher.directory / "run"
-    yield directory
-    for holder in holders_of(directory):
-        drop(holder.name)
-
-
-def job(ranks: int, *more: str, out: str = "run") -> tuple[str, ...]:
-    return ("run", "-n", str(ranks), "-m", "zbmd", "train", *OPTIONS, "--out", out, *more)
-
-
-@contextmanager
-def started(launcher: Launcher, *arguments: str, **variables: str) -> Generator[Running]:
-    """As `Launcher.start`, with snapshots, and a process that holds them may be left behind."""
-    marker = uuid.uuid4().hex
-    words, environment = launcher.command(arguments, marker)
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**environment, "ZBMD_SNAPSHOTS": "60s", **variables},
-        cwd=launcher.directory,
-        start_new_session=True,
-    ) as process:
-        running = Running(process, marker)
-        try:
-            yield running
-            running.end()
-        finally:
-            kill_all(running)
-
-
-def kill_all(running: Running) -> None:
-    """Kill launcher, reaper, template and ranks at once, and not the snapshot process."""
-    for pid in marked(running.marker):
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() != HOLDER:
-                os.kill(pid, signal.SIGKILL)
-
-
-def kill_all_when_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> HolderAddress:
-    """Kill a run as a whole in `step` or later, after its state is held; return the process that has it."""
-
-    def is_held() -> bool:
-        for holder in holders_of(run):
-            found = look(holder.name)
-            if found is not None:
-                count = len(found.memory)
-                found.close()
-                return count == ranks
-        return False
-
-    while not is_held():
-        running.until(rf"^step {step} loss")
-        step += 1
-    running.until(rf"^step {step} loss")
-    kill_all(running)
-    assert running.end() == -signal.SIGKILL
-    (holder,) = holders_of(run)
-    return holder
-
-
-def killed(launcher: Launcher, ranks: int, *arguments: str) -> HolderAddress:
-    """Start a run and kill it as a whole; return the process that has its state."""
-    with started(launcher, *arguments) as running:
-        return kill_all_when_held(running, ranks, launcher.directory / "run")
-
-
-def last_committed(directory: Path) -> int:
-    return read_log(directory / LOG_NAME)[1][-1].version
-
-
-def weights_of(text: str) -> str:
-    found = re.findall(r'"weights_sha256":"([0-9a-f]+)"', text)
-    assert found, text
-    return found[-1]
-
-
-def undisturbed(launcher: Launcher, ranks: int, *more: str) -> str:
-    ended = launcher.run(*job(ranks, *more, out="calm"))
-    assert ended.code == 0, ended
-    return weights_of("\n".join(ended.out))
 
 
 def damage(holder: HolderAddress, rank: int) -> list[int]:

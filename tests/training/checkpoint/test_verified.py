@@ -13,7 +13,7 @@ from zbmd.training.checkpoint.index import Retention, is_index, is_shard
 from zbmd.training.checkpoint.sharded import read_names
 from zbmd.training.checkpoint.storage import Directory
 from zbmd.training.checkpoint.verified import newest_whole
-from zbmd.training.job import checkpoints
+from zbmd.training.checkpoint import writer
 from zbmd.training.job.data_parallel import DataParallelTask, State, run_task
 from zbmd.transport.errors import UserError
 
@@ -107,7 +107,7 @@ async def test_a_rehearsal_finds_what_is_damaged_and_another_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first shard is damaged between its publication and its rehearsal."""
-    rehearse, damaged = checkpoints.rehearse, list[str]()
+    rehearse, damaged = writer.rehearse, list[str]()
 
     def damaging(storage: object, name: str, digest: str) -> str:
         if not damaged:
@@ -115,7 +115,7 @@ async def test_a_rehearsal_finds_what_is_damaged_and_another_is_written(
             damage(tmp_path / name)
         return rehearse(Directory(tmp_path), name, digest)
 
-    monkeypatch.setattr(checkpoints, "rehearse", damaging)
+    monkeypatch.setattr(writer, "rehearse", damaging)
     task = Mean()
     task.steps = 400
     await run_task(task, out=tmp_path, checkpoint_every=10)

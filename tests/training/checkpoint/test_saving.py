@@ -35,7 +35,7 @@ class Rank:
 
 
 class World:
-    """Ranks, the storage that they share, and what breaks."""
+    """Ranks, the storage that they share, a snapshot process now and then, and what breaks."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -46,6 +46,8 @@ class World:
             list[int](),
         )
         self.breaks, self.view, self.asked = True, 0, False
+        self.held: int | None = None
+        """The version that a snapshot process writes."""
         self.enter()
 
     def enter(self) -> None:
@@ -59,6 +61,7 @@ class World:
         self.ranks[number] = Rank(now_ns=self.ranks[number].now_ns)
         for rank in self.ranks:
             rank.work.clear()
+        self.held = None
         self.enter()
 
     def work(self, number: int) -> None:
@@ -90,6 +93,24 @@ class World:
             case _:
                 assert number == 0, "others than the first remove"
 
+    def hold(self, version: int) -> None:
+        """The snapshot process writes, publishes, gives up, or is lost, which not all ranks see at once."""
+        end, ranks = self.draw.random(), self.ranks
+        if self.breaks and end < 0.2:
+            for rank in self.draw.sample(ranks, self.draw.randint(1, len(ranks))):
+                rank.put(saving.WriterLost(version))
+        elif self.breaks and end < 0.3:
+            ranks[0].put(saving.Failed(version, "full", final=True))
+        elif end < 0.7:
+            ranks[0].put(saving.Failed(version, "full"))
+            return
+        else:
+            if self.held is not None:
+                self.published.append(version)
+            for rank in ranks:
+                rank.put(saving.Published(version))
+        self.held = None
+
     def step(self, version: int) -> None:
         """All ranks do one step: they vote, take the votes, and come to `version`."""
         reports = tuple(rank.machine.report for rank in self.ranks)
@@ -99,9 +120,17 @@ class World:
                 self.work(number)
         for rank in self.ranks:
             rank.put(saving.Voted(reports))
-        due = version % self.every == 0 or wishes
+        if self.held is not None:
+            self.hold(self.held)
+        due, pending = version % self.every == 0 or wishes, self.ranks[0].machine.pending
         for rank in self.ranks:
             rank.put(saving.Reached(version, due))
+        if pending is None and self.ranks[0].machine.pending == version and self.draw.random() < 0.5:
+            self.held = version
+            for rank in self.ranks:
+                assert rank.work[-1] == saving.Stage(version)
+                rank.work.clear()
+                rank.put(saving.HandedOver(version))
         assert len({rank.machine.pending for rank in self.ranks}) == 1, "ranks differ"
 
 
@@ -125,6 +154,31 @@ def test_ranks_agree_whatever_fails(first: int) -> None:
             kinds = [type(each) for each in rank.told]
             assert all(one is not two for one, two in itertools.pairwise(kinds)), seed
             assert not rank.machine.asks
+
+
+def test_a_lost_snapshot_process_is_lost_to_all_and_its_checkpoint_follows_at_once() -> None:
+    ranks = [begun(), begun(first=False)]
+    for rank in ranks:
+        rank.put(saving.HandedOver(3))
+    ranks[0].put(saving.Failed(3, "full"))
+    assert ranks[0].told == [saving.TellFailure(3, "full")] and not ranks[0].work, "it tries again by itself"
+    ranks[1].put(saving.WriterLost(3))
+    reports = tuple(rank.machine.report for rank in ranks)
+    for rank in ranks:
+        rank.put(saving.Voted(reports))
+        assert rank.machine.pending is None and rank.machine.asks and rank.machine.lost
+    assert ranks[0].work == [saving.Remove(3)] and not ranks[1].work
+    ranks[0].put(saving.Reached(4, due=True))
+    assert not ranks[0].machine.asks and not ranks[0].machine.lost
+
+
+def test_what_is_published_is_so_even_if_its_process_is_lost_then() -> None:
+    rank = begun()
+    rank.put(saving.HandedOver(3))
+    rank.put(saving.Published(3))
+    rank.put(saving.WriterLost(3))
+    rank.put(saving.Voted((rank.machine.report, Report(Progress.LOST))))
+    assert rank.machine.published == 3 and not rank.machine.asks
 
 
 def begun(first: bool = True) -> Rank:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from zbmd.tools.entry import zbmd as cli
+from zbmd.training.checkpoint import writer
 from zbmd.training.checkpoint.index import Retention, is_index, is_shard
 from zbmd.training.checkpoint.sharded import read_names
 from zbmd.training.checkpoint.storage import Directory
 from zbmd.training.checkpoint.verified import newest_whole
-from zbmd.training.checkpoint import writer
 from zbmd.training.job.data_parallel import DataParallelTask, State, run_task
 from zbmd.transport.errors import UserError
 

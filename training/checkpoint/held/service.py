@@ -67,6 +67,7 @@ class _Checkpoint:
     ranks: dict[int, int] = field(default_factory=dict)
     copies: dict[int, Future[list[Piece]]] = field(default_factory=dict)
     writer: CheckpointWriter | None = None
+    hurried: bool = False
 
     @property
     def teller(self) -> int:
@@ -103,9 +104,12 @@ class HeldCheckpoints:
 
     def _hurry(self, stem: str, *, hurry: bool) -> None:
         with self._lock:
-            every = list(self._complete)
+            begun = [*self._complete, *([] if self._collecting is None else [self._collecting])]
+            every = [one for one in begun if hurry and one.first.stem == stem]
+            for one in every:
+                one.hurried = True
         for one in every:
-            if hurry and one.first.stem == stem and one.writer is not None:
+            if one.writer is not None:
                 one.writer.hurry()
 
     # ---- copies
@@ -165,6 +169,8 @@ class HeldCheckpoints:
         )
         writer.handle(saving.NewView(first=first.together))
         writer.reached(first.version, due=True)
+        if one.hurried:
+            writer.hurry()
         writer.begin(Begun(first.version, first.stem, first.loss_scale, one.copies))
 
     def _ended(self, one: _Checkpoint) -> None:

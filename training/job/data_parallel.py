@@ -173,7 +173,7 @@ async def run_task(
         replicas=True,
     )
     memory = f"the state of {type(task).__name__} needs {arena} bytes"
-    with computing_with(threads), errors_explained(out, launched, memory=memory):
+    with computing_with(threads), errors_explained(out, checkpoint_to, launched, memory=memory):
         async with join(arena=arena, enter=False, outlives=True) as worker:
             own = _Own(
                 worker, task, initial, layout, grads, out=out, ranks=ranks, buffers=buffers, actors=actors

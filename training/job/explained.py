@@ -10,46 +10,57 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import msgspec
 
 from zbmd.actors.rank.environment import RankEnvironment
-from zbmd.training.checkpoint.sharded import checkpoint_in
+from zbmd.training.checkpoint.sharded import last_in
+from zbmd.training.checkpoint.storage import storage_of
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.step.memory_estimate import StepOutOfMemory
 from zbmd.transport.errors import OutOfMemory, UserError
 from zbmd.transport.host.files import DiskFull, write_atomically
 
+Places: TypeAlias = tuple[Path | str, ...]
+"""Directories and URLs that may have checkpoints of a run; empty ones have none."""
+
 
 @contextlib.contextmanager
-def errors_explained(out: Path, launched: RankEnvironment | None, *, memory: str) -> Generator[None]:
+def errors_explained(
+    out: Path, checkpoint_to: str, launched: RankEnvironment | None, *, memory: str
+) -> Generator[None]:
     """Raise what only a person can mend as `UserError`. memory: the beginning of an error for too little.
 
-    `out`: the directory of the run; `launched`: this rank's environment.
+    `out`: the directory of the run; `checkpoint_to`: where its checkpoints are, empty: in `out`; `launched`:
+    this rank's environment.
     """
+    places = (checkpoint_to, out)
     try:
         yield
     except TrainingDiverged as error:
         raise UserError(str(error)) from error
     except StepOutOfMemory as error:
-        raise_for(error, out, launched)
+        raise_for(error, out, places, launched)
     except (OutOfMemory, MemoryError) as error:
         raise UserError(f"{memory}: {error}") from error
     except DiskFull as error:
-        raise UserError(_to_continue(error, out, otherwise="free some space and start again")) from error
+        raise UserError(_to_continue(error, places, otherwise="free some space and start again")) from error
     except StepFailed as error:
-        otherwise = "start again, with a smaller --checkpoint-every"
-        raise UserError(_to_continue(error, out, otherwise=otherwise)) from error
+        raise UserError(_to_continue(error, places)) from error
 
 
-def _to_continue(error: Exception, out: Path, *, otherwise: str) -> str:
+def _to_continue(
+    what: object, places: Places, *, otherwise: str = "start again with a smaller --checkpoint-every"
+) -> str:
     """Return what happened, and the checkpoint to resume from; `otherwise`: what to do if there is none."""
-    what, path = str(error).removesuffix("."), checkpoint_in(out)
-    if path is None:
-        return f"{what}. No checkpoint had been written yet: {otherwise}."
-    return f"{what}. The last durable checkpoint is {path}: resume with --resume {path}."
+    text = str(what).removesuffix(".")
+    for place in filter(None, places):
+        with contextlib.suppress(UserError):  # a place that cannot be used has none
+            if (path := last_in(storage_of(place))) is not None:
+                return f"{text}. The last durable checkpoint is {path}: resume with --resume {path}."
+    return f"{text}. No checkpoint had been written yet: {otherwise}."
 
 
 # ---- a rank that has no memory again
@@ -66,13 +77,16 @@ class ShortNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step: int
 
 
-def raise_for(error: StepOutOfMemory, out: Path, launched: RankEnvironment | None) -> NoReturn:
+def raise_for(
+    error: StepOutOfMemory, out: Path, places: Places, launched: RankEnvironment | None
+) -> NoReturn:
     """Raise `error`, for which the rank is replaced, or a `UserError`, which ends the job.
 
-    `out`: the run's directory, where the first failure is noted for the replacement of this rank.
+    `out`: the run's directory, where the first failure is noted for the replacement of this rank; `places`:
+    where checkpoints may be.
     """
     if launched is None:
-        raise UserError(f"{error} {_last_in(out)}") from error
+        raise UserError(_to_continue(error, places)) from error
     path = out / f"out-of-memory-{launched.rank}.json"
     before = read_note(path)
     is_again = (
@@ -83,10 +97,11 @@ def raise_for(error: StepOutOfMemory, out: Path, launched: RankEnvironment | Non
     )
     if is_again and before is not None:
         path.unlink(missing_ok=True)
-        raise UserError(
+        what = (
             f"{error} It was replaced for this before, at step {before.step}, and its replacement has no "
-            f"more memory, so the run ends. {_last_in(out)}"
-        ) from error
+            "more memory, so the run ends"
+        )
+        raise UserError(_to_continue(what, places)) from error
     note = ShortNote(job=launched.job, rank=launched.rank, incarnation=launched.incarnation, step=error.step)
     data = msgspec.json.encode(note)
     with contextlib.suppress(UserError):  # then its supervisor's bound on restarts ends the job
@@ -101,11 +116,3 @@ def read_note(path: Path) -> ShortNote | None:
             return msgspec.json.decode(file.read(NOTE_BYTES_MAX), type=ShortNote)
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _last_in(out: Path) -> str:
-    """Say from which checkpoint to resume."""
-    path = checkpoint_in(out)
-    if path is None:
-        return "No checkpoint had been written yet: start again with a smaller --checkpoint-every."
-    return f"The last checkpoint is {path}: resume with --resume {path} and a new --out."

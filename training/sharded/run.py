@@ -347,7 +347,7 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
     needed = _bytes_needed(options, mesh, model)
     private = launched is None and not options.zero  # no other rank reads this one's memory
     arena = ARENA_SPARE_BYTES + (0 if private else needed.arena)
-    with errors_explained(options.out, launched, memory=too_large(model)):
+    with errors_explained(options.out, options.checkpoint_to, launched, memory=too_large(model)):
         inbox = needed.inbox + INBOX_BYTES_DEFAULT
         async with join(arena=arena, inbox_bytes=inbox, enter=False, outlives=True) as worker:
             if again:

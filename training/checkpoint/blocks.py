@@ -175,8 +175,10 @@ class Shard:
         self._check()
         self._blocks = dict[str, Blocks]()
         for name in self._entries:
-            text = self.metadata.pop(f"blocks.{name}", None)
-            self._blocks[name] = self._whole(name) if text is None else _decoded(text)
+            blocks = self.metadata.pop(f"blocks.{name}", None)
+            if blocks is None:
+                raise ValueError(f"it has no checksums of {name}, so no checkpoint has written it")
+            self._blocks[name] = _decoded(blocks)
 
     def _check(self) -> None:
         at = 0
@@ -187,18 +189,6 @@ class Shard:
             at = end
         if self._data + at != self._file.size:
             raise ValueError(f"its header names {at} bytes, and it has {self._file.size - self._data}")
-
-    def _whole(self, name: str) -> Blocks:
-        """Return the one block of a tensor of the format before this one."""
-        entry = self._entries[name]
-        first, end = entry.data_offsets
-        return Blocks(
-            codec=Codec.NONE,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            block=max(1, end - first),
-            digests=self.metadata.get(f"digest.{name}", "") if end > first else "",
-        )
 
     @property
     def tensors(self) -> Sequence[str]:

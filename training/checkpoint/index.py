@@ -19,8 +19,6 @@ from zbmd.training.checkpoint.storage import Storage
 from zbmd.transport.errors import UserError
 
 SHARDS_FORMAT: Final = "zbmd-checkpoint-shards-2"
-FORMAT_BEFORE: Final = "zbmd-checkpoint-shards-1"
-"""Without digests of headers, and with one checksum a tensor."""
 SHARDS_NAME: Final = "checkpoint.json"
 MANIFEST_BYTES_MAX: Final = 1 << 20
 KEEP_DEFAULT: Final = 2
@@ -76,16 +74,15 @@ def read_index(storage: Storage, name: str = SHARDS_NAME) -> ShardNames:
         if len(data) > MANIFEST_BYTES_MAX:
             raise ValueError(f"it has more than {MANIFEST_BYTES_MAX} bytes")
         names = msgspec.json.decode(data, type=ShardNames)
-        if names.format not in (SHARDS_FORMAT, FORMAT_BEFORE) or names.version < 0:
+        if names.format != SHARDS_FORMAT or names.version < 0:
             raise ValueError(f"its format is {names.format}, its version {names.version}")
         strange = [name for name in names.files if not is_shard(name)]
         if strange:
             raise ValueError(f"{strange[0]!r} is not the name of a shard")
-        if names.format == SHARDS_FORMAT:
-            if names.digest != _digest(names):
-                raise ValueError("checksum mismatch: the index was corrupted after it was written")
-            if len(names.headers) != len(names.files):
-                raise ValueError(f"it has {len(names.headers)} digests of {len(names.files)} shards")
+        if names.digest != _digest(names):
+            raise ValueError("checksum mismatch: the index was corrupted after it was written")
+        if len(names.headers) != len(names.files):
+            raise ValueError(f"it has {len(names.headers)} digests of {len(names.files)} shards")
     except FileNotFoundError as error:
         raise no_checkpoint(storage.where(name)) from error
     except (OSError, ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError

@@ -26,7 +26,6 @@ from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.checkpoint.blocks import Codec, Shard, encoded
 from zbmd.training.checkpoint.index import (
-    FORMAT_BEFORE,
     KEEP,
     SHARDS_FORMAT,
     SHARDS_NAME,
@@ -254,8 +253,7 @@ class SavedState:
             names = read_index(self._storage, self._name)
             self._parts = dict[str, list[tuple[str, Shard]]]()
             try:
-                headers = names.headers or ("",) * len(names.files)
-                for name, digest in zip(names.files, headers, strict=True):
+                for name, digest in zip(names.files, names.headers, strict=True):
                     self._open_shard(name, digest)
             except FileNotFoundError as error:
                 self.close()
@@ -276,7 +274,7 @@ class SavedState:
                 file.close()
                 raise
             self._shards.append((where, shard))
-            if shard.metadata.get("format") not in (SHARDS_FORMAT, FORMAT_BEFORE):
+            if shard.metadata.get("format") != SHARDS_FORMAT:
                 raise ValueError(f"its format is {shard.metadata.get('format')}, not {SHARDS_FORMAT}")
         except FileNotFoundError:
             raise

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
-from zbmd.training.checkpoint.blocks import BLOCK_BYTES, Codec
+from zbmd.training.checkpoint.blocks import BLOCK_BYTES, Codec, Shard
 from zbmd.training.checkpoint.index import (
-    FORMAT_BEFORE,
+    SHARDS_FORMAT,
     SHARDS_NAME,
     Retention,
     ShardNames,
@@ -96,29 +96,11 @@ def test_no_byte_changes_unnoticed(tmp_path: Path, codec: Codec) -> None:
     }
 
 
-def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
-    import xxhash
-
-    values, cut = np.arange(2, dtype=np.float32).reshape(1, 2, 1), "[1,2,1,0,2]"
-    metadata = {
-        "format": FORMAT_BEFORE,
-        "cut.b": cut,
-        "digest.weights.b": xxhash.xxh3_64_hexdigest(values.data),
-    }
-    name = f"checkpoint-3-{1:016x}-0.safetensors"
-    save_file({"weights.b": values}, tmp_path / name, metadata)
-    index = f'{{"format":"{FORMAT_BEFORE}","version":3,"plan":"{{}}","loss_scale":[],"files":["{name}"]}}'
-    (tmp_path / SHARDS_NAME).write_text(index)
-    with closing(open_state(tmp_path, plan=PLAN)) as saved:
-        saved.verify()
-        assert saved.version == 3 and saved.parameter("weights", SLOTS[1]).tolist() == [0, 1]
-    data = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(data[:-1] + b"\x11")
-    with (
-        closing(open_state(tmp_path, plan=PLAN)) as saved,
-        pytest.raises(UserError, match="checksum mismatch"),
-    ):
-        saved.verify()
+def test_a_file_without_checksums_is_no_shard(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-3-0000000000000001-0.safetensors"
+    save_file({"weights.b": np.zeros(2, np.float32)}, path, {"format": SHARDS_FORMAT})
+    with pytest.raises(ValueError, match="it has no checksums of weights"):
+        Shard(Directory(tmp_path).open(path.name))
 
 
 # ---- what is kept

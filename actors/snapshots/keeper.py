@@ -114,6 +114,11 @@ class SnapshotKeeper:
         ranks = ", ".join(map(str, sorted(self._found)))
         self._say(f"process {line.pid} holds the memory of rank {ranks} of this job: it goes on from there")
 
+    @property
+    def ranks_found(self) -> list[int]:
+        """The ranks whose memory a run before has left, ascending."""
+        return sorted(self._found)
+
     def take(self, rank: int) -> int | None:
         """Return the memory of a rank that a run before has left; it is the caller's from now on."""
         return self._found.pop(rank, None)
@@ -261,7 +266,7 @@ class SnapshotKeeper:
         while self._found:
             os.close(self._found.popitem()[1])
         if self._line is not None:
-            if keeps and self._has_kept:
+            if keeps and (self._has_kept or self.resumes):
                 await self._leave()
             else:
                 self._send(Finish())

@@ -193,22 +193,31 @@ def job_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]
     )
 
 
-def snapshot_keeper(config: HostConfig, idle_s: float, say: Callable[[str], None]) -> SnapshotKeeper | None:
-    """Return what keeps the state of a job on this host alone beyond this process; None if that is off.
+def snapshot_keeper(
+    config: HostConfig,
+    idle_s: float,
+    say: Callable[[str], None],
+    *,
+    nodes: int = 1,
+    number: int | None = None,
+) -> SnapshotKeeper | None:
+    """Return what keeps the state of a job's ranks on this host beyond this process; None if that is off.
 
-    idle_s: for how long, 0: not at all; say: takes lines for the user.
+    idle_s: for how long, 0: not at all; say: takes lines for the user; nodes: of the job, at
+    most; number: of this one, if its ranks follow from that.
     """
     variables = {**os.environ, **config.environment}
     if not idle_s or not keeps_memory(variables):
         return None
     target = config.target if config.is_module else str(Path(config.target).absolute())
     words = ("-m", target) if config.is_module else (target,)
-    run = "\0".join((str(Path.cwd()), *words, *config.arguments))
+    node = () if number is None else (f"(node {number})",)
+    run = "\0".join((str(Path.cwd()), *words, *config.arguments, *node))
     read = sorted(f"{name}={value}" for name, value in variables.items() if name.startswith(TRAIN_VARIABLES))
 
     def identity() -> JobIdentity:
         code = repr(code_of(config.target, is_module=config.is_module))
-        text = " ".join((str(Path.cwd()), *words, *config.arguments))
+        text = " ".join((str(Path.cwd()), *words, *config.arguments, *node))
         if len(text) > RUN_CHARACTERS_MAX:
             text = f"{text[:RUN_CHARACTERS_MAX]}… {tag_of(run)}"
         return JobIdentity(
@@ -216,7 +225,7 @@ def snapshot_keeper(config: HostConfig, idle_s: float, say: Callable[[str], None
             release=zbmd.__version__,
             python=platform.python_version(),
             code=hashlib.blake2b(code.encode(), digest_size=16).hexdigest(),
-            ranks=config.world_size,
+            ranks=config.world_size * nodes,
             arena_bytes=config.arena_bytes,
             settings=hashlib.blake2b("\0".join(read).encode(), digest_size=16).hexdigest(),
         )

@@ -42,13 +42,22 @@ from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import EXIT_FAILED
 from zbmd.actors.replay.process_capture import CaptureSettings
+from zbmd.actors.snapshots.keeper import SnapshotKeeper
+from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunTeller
-from zbmd.tools.node.run import MORE_PRELOADS, JobCommand, host_variables, job_config, own_modules
+from zbmd.tools.node.run import (
+    MORE_PRELOADS,
+    JobCommand,
+    host_variables,
+    job_config,
+    own_modules,
+    snapshot_keeper,
+)
 from zbmd.tools.node.signals import STOP_SIGNALS, forwarded, handling
 from zbmd.tools.node.store import with_store
 from zbmd.transport.clock.deadlines import SECOND_NS
@@ -160,13 +169,14 @@ async def run_over_nodes(plan: NodeRun, template: EarlyTemplate | None, guards: 
     spec = await asyncio.to_thread(spec_of, plan)
     config = await configured(plan.bootstrap, _config(plan))
     given_up_ns = time.monotonic_ns() + plan.patience_ns
-    async with Console(hold_last_words=True) as console:
+    async with Console(hold_last_words=True) as console, _held(plan, console) as snapshots:
         while True:  # until it has run, or time is up
             try:
                 async with _found(plan, config) as (found, superseded):
-                    node = _NodeRun(plan, spec, found, console, template, guards)
+                    node = _NodeRun(plan, spec, found, console, template, guards, snapshots)
                     template = None  # it is its own now
                     if (code := await node.run(superseded)) != o.MOVES:
+                        snapshots.ended = node.needs_no_state
                         return code
                 config = joining(plan.bootstrap, config)
                 if (to := node.machine.moves_to) is not None:
@@ -183,6 +193,44 @@ async def run_over_nodes(plan: NodeRun, template: EarlyTemplate | None, guards: 
                     raise
                 await console.note(str(error))
                 return EXIT_FAILED
+
+
+@dataclass(slots=True)
+class _Snapshots:
+    """What holds the state of this node's ranks, if anything does. ended: nobody will need it any more."""
+
+    keeper: SnapshotKeeper | None
+    ended: bool = False
+
+
+@asynccontextmanager
+async def _held(plan: NodeRun, console: Console) -> AsyncGenerator[_Snapshots]:
+    """What outlives this process, and what a run before has left here."""
+    notes: set[asyncio.Task[None]] = set()
+    config = job_config(plan.job, plan.settings, plan.variables)
+
+    def say(text: str) -> None:
+        notes.add(asyncio.ensure_future(console.note(text)))
+
+    idle_s: float = plan.settings["snapshots"]
+    nodes, number = plan.bootstrap.nodes.most, plan.bootstrap.node
+    found = _Snapshots(snapshot_keeper(config, idle_s, say, nodes=nodes, number=number))
+    try:
+        if found.keeper is not None:
+            await found.keeper.find()
+        yield found
+    finally:
+        if found.keeper is not None:
+            await found.keeper.close(keeps=not found.ended)
+        await asyncio.gather(*notes)
+
+
+def _number_of(plan: NodeRun, snapshots: SnapshotKeeper | None) -> int | None:
+    """Return the number of this node: as its launcher says, or that of the ranks whose memory is here."""
+    if plan.bootstrap.node is not None or snapshots is None or not snapshots.ranks_found:
+        return plan.bootstrap.node
+    ranks: int = plan.settings["nproc_per_node"]
+    return snapshots.ranks_found[0] // ranks
 
 
 def _config(plan: NodeRun) -> NodeConfig:
@@ -232,19 +280,21 @@ class _NodeRun(OneJobNode):
         console: Console,
         template: EarlyTemplate | None,
         guards: Guards | None,
+        snapshots: _Snapshots,
     ) -> None:
         self._plan, self._console, self._template = plan, console, template
+        self._snapshots = snapshots.keeper
         self._guards, self._stops = guards, StopRequests()
         self._signals: Sequence[str] | None = plan.settings["signals_to_handle"]
         self._local = local_variables(plan)
         self._teller = RunTeller(console, lambda: self.jobs.ranks(spec.job))
         self._members: tuple[Node, ...] = ()
-        self._compared = False
+        self._compared = self._was_stopped = False
         founds = config.founds or (plan.bootstrap.role is Role.STORE and config.anew)
         super().__init__(
             config,
             spec,
-            node_id=node_id_of(plan.bootstrap.node, founds=founds),
+            node_id=node_id_of(_number_of(plan, snapshots.keeper), founds=founds),
             nodes_min=spec.nodes_min,
             patience_ns=plan.patience_ns,
             captured=CaptureSettings.read(self._local, job=spec.job),
@@ -266,7 +316,15 @@ class _NodeRun(OneJobNode):
             finder=self.actors.finder,
             stdin_rank=self._plan.settings["stdin"],
             per_rank=() if self._guards is None else self._guards.variables(),
+            snapshots=self._snapshots,
         )
+
+    @property
+    def needs_no_state(self) -> bool:
+        """Whether the job has ended otherwise than by a failure, or its user has ended this node."""
+        job = self.machine.job
+        outcome = None if job is None else job.outcome
+        return self._was_stopped if outcome is None else outcome is not Outcome.FAILED
 
     def say(self, text: str) -> None:
         """See `OneJobNode`."""
@@ -344,6 +402,7 @@ class _NodeRun(OneJobNode):
     def _on_signal(self, number: signal.Signals, local_rank: int = 0) -> None:
         if self._stops.ask(local_rank) is None:
             return
+        self._was_stopped = True
         asked = o.EndAsked(
             reason=f"{number.name} received on {self._config.name}",
             exit_code=128 + number,

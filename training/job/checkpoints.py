@@ -77,8 +77,9 @@ class Checkpoints:
     def state_in(self, kept: StampedSlots | None) -> None:
         """Have the snapshot process of this host write what lies in `kept`, if that outlives this rank."""
         self._kept, self._line = kept, None
-        if kept is not None and self._options.checkpoints:
-            self._line = HeldLine(self._worker.job, kept.memory)
+        file = self._worker.segment.kept_file
+        if kept is not None and file is not None and self._options.checkpoints:
+            self._line = HeldLine(self._worker.rank, kept.memory, file)
 
     # ---- votes
 

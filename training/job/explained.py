@@ -56,7 +56,9 @@ def _to_continue(
 ) -> str:
     """Return what happened, and the checkpoint to resume from; `otherwise`: what to do if there is none."""
     text = str(what).removesuffix(".")
-    for place in filter(None, places):
+    for place in places:
+        if not place:
+            continue
         with contextlib.suppress(UserError):  # a place that cannot be used has none
             if (path := last_in(storage_of(place))) is not None:
                 return f"{text}. The last durable checkpoint is {path}: resume with --resume {path}."

@@ -261,6 +261,7 @@ class Redundancy(StepHook, Protocol):
 
         Until then both versions are whole.
         """
+        return
 
     def epoch_over(self) -> None:
         """Return once nothing of this epoch is running."""

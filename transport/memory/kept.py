@@ -100,6 +100,12 @@ def blocks_in(table: memoryview) -> Iterator[tuple[bytes, int, int]]:
         yield name.rstrip(b"\0"), begin, nbytes
 
 
+def file_of(fd: int) -> tuple[int, int]:
+    """Return the identity of what a descriptor is of, which its duplicates have in any process."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
 def span_of(fd: int, name: str) -> tuple[int, int] | None:
     """Return where a block begins in a memfd that outlives its process, and its bytes; None if it has none.
 

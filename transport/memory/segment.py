@@ -18,7 +18,7 @@ from zbmd.transport.errors import LinkFull, LocalProtocolError, PeerLost, Remote
 from zbmd.transport.memory._region import Cells, Deferred, Pinned, ShmRegion
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.memory.frame_loans import FrameLender
-from zbmd.transport.memory.kept import KeptBlocks
+from zbmd.transport.memory.kept import KeptBlocks, file_of
 from zbmd.transport.memory.memfd import (
     PAGE_BYTES,
     TABLE_BYTES,
@@ -140,6 +140,8 @@ class Segment(Cells):
         )
         self.kept = KeptBlocks(self.arena, mapping, arena_offset) if table else None
         """Blocks that outlive this process; None: nothing does."""
+        self.kept_file = file_of(placed.arena_fd) if placed.arena_fd is not None else None
+        """The identity of the memfd that they are in: see `file_of`."""
         self.frame_lender = FrameLender(self.arena)
         self.regions = Regions(slot=slot, incarnation=incarnation, inbox=self.inbox, arena=self.arena)
 

@@ -39,7 +39,7 @@ from zbmd.training.checkpoint.sharded import Piece, open_state, stem_of
 from zbmd.training.redundancy.stamped import STATE_BLOCK, StampedSlots, StateName
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import RemoteProtocolError
-from zbmd.transport.memory.kept import _ENTRY
+from zbmd.transport.memory.kept import _ENTRY, file_of
 from zbmd.transport.memory.memfd import TABLE_BYTES
 
 ELEMENTS, RANKS = 5000, 2
@@ -57,7 +57,7 @@ class Rank:
         os.pwrite(self.fd, _ENTRY.pack(STATE_BLOCK.encode(), TABLE_BYTES, name.nbytes), 0)
         memory = np.frombuffer(mmap.mmap(self.fd, 0), np.uint8)[TABLE_BYTES:]
         self.slots = StampedSlots(memory, name)
-        self.line = HeldLine(job, memory)
+        self.line = HeldLine(rank, memory, file_of(self.fd))
 
     def hold(self, version: int) -> None:
         slot = version % 2

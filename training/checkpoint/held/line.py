@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from zbmd.actors.snapshots.client import HolderLine, find_holders
-from zbmd.actors.snapshots.messages import Work
+from zbmd.actors.snapshots.messages import Look, Refused, Work
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.blocks import DTYPE_NAMES
 from zbmd.training.checkpoint.held.messages import (
@@ -29,6 +29,7 @@ from zbmd.training.checkpoint.held.messages import (
 )
 from zbmd.training.checkpoint.sharded import Piece
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
+from zbmd.transport.memory.kept import file_of
 from zbmd.transport.native._native import address_of
 
 LOOK_S: Final = 1.0
@@ -43,13 +44,14 @@ QUEUE_MAX: Final = 64
 
 
 class HeldLine:
-    """Has the shards of one rank of `job` written. For the thread that trains.
+    """Has the shards of one rank written by the process that holds its memory. For the thread that trains.
 
-    memory: the block of the rank's memory that the snapshot process has, and in which its state lies.
+    rank: its number; memory: the block of its memory that the snapshot process has, and in which its state
+    lies; file: the identity of all of that memory, see `file_of`.
     """
 
-    def __init__(self, job: int, memory: Array) -> None:
-        self._job, self._begin, self._nbytes = job, address_of(memory), memory.nbytes
+    def __init__(self, rank: int, memory: Array, file: tuple[int, int]) -> None:
+        self._rank, self._file, self._begin, self._nbytes = rank, file, address_of(memory), memory.nbytes
         self._line: HolderLine | None = None
         self._next_s = 0.0
         """When to look for a process again."""
@@ -65,11 +67,24 @@ class HeldLine:
             self._hear(0.0)
         if self._line is None and time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + LOOK_S
-            with contextlib.suppress(PeerLost, RemoteProtocolError, OSError):
-                for address in find_holders(job=self._job):
-                    self._line = HolderLine(address.name)
-                    break
+            self._line = self._found()
         return self._line is not None
+
+    def _found(self) -> HolderLine | None:
+        """Return a connection to the process that holds this very memory."""
+        for address in find_holders():
+            with contextlib.suppress(PeerLost, RemoteProtocolError, OSError), contextlib.ExitStack() as undo:
+                line = HolderLine(address.name)
+                undo.callback(line.close)
+                held = line.snapshots(Look())
+                if isinstance(held, Refused):
+                    continue
+                with contextlib.closing(held):
+                    memory = held.memory.get(self._rank)
+                    if memory is not None and file_of(memory) == self._file:
+                        undo.pop_all()
+                        return line
+        return None
 
     def save(self, request: SaveShard, pieces: Sequence[Piece]) -> bool:
         """Ask for a shard of these pieces; return whether that was sent. The memory stays until `staged`.

@@ -122,8 +122,7 @@ class Event(IntEnum):
     REFUSED = 5
     """This process cannot write it: it does not hold the memory."""
     DAMAGED = 6
-    RECOVERED = 7
-    ALIVE = 8
+    ALIVE = 7
 
 
 class Heard(msgspec.Struct, frozen=True, array_like=True, tag="heard"):

@@ -247,7 +247,7 @@ def _copied(
 
 
 def _read(into: Array, fd: int, at: int) -> None:
-    room = memoryview(into.reshape(-1).view(np.uint8))
+    room = into.reshape(-1).view(np.uint8).data
     done = 0
     while done < len(room):
         count = os.preadv(fd, [room[done : done + READ_BYTES]], at + done)

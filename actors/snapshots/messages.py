@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import msgspec
 
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.host.process import decoded_packet
 
 FORMAT: Final = 1
 """The version of these messages; a launcher with another one is refused."""
@@ -133,7 +134,6 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", kw_on
 
 Request: TypeAlias = Attach | Hold | Finish | Look | Drop | Work
 Answer: TypeAlias = Standing | Memory | Holds | Dropped | Refused | Worked
-MessageT = TypeVar("MessageT")
 
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -143,7 +143,9 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode_request(packet: bytes) -> Request:
     """Decode what a launcher or a tool sent. Raises `RemoteProtocolError`."""
-    request = decoded(_request_decoder, packet, "a process sent the snapshot process no request")
+    request = decoded_packet(
+        _request_decoder, packet, "a process sent the snapshot process no request", PACKET_BYTES_MAX
+    )
     if isinstance(request, Hold):
         _require_rank(request.rank)
     return request
@@ -151,7 +153,7 @@ def decode_request(packet: bytes) -> Request:
 
 def decode_answer(packet: bytes) -> Answer:
     """Decode what a holder sent. Raises `RemoteProtocolError`."""
-    answer = decoded(_answer_decoder, packet, "the snapshot process sent no answer")
+    answer = decoded_packet(_answer_decoder, packet, "the snapshot process sent no answer", PACKET_BYTES_MAX)
     ranks = answer.ranks if isinstance(answer, Standing) else ()
     ranks = (answer.rank,) if isinstance(answer, Memory | Holds) else ranks
     for rank in ranks:
@@ -184,13 +186,3 @@ def decode_spec(text: str) -> HolderSpec:
 def _require_rank(rank: int) -> None:
     if not 0 <= rank < RANKS_MAX:
         raise RemoteProtocolError(f"memory of rank {rank}: expected 0 to {RANKS_MAX - 1}")
-
-
-def decoded(decoder: msgspec.msgpack.Decoder[MessageT], packet: bytes, problem: str) -> MessageT:
-    """Decode a packet. problem: what is wrong otherwise. Raises `RemoteProtocolError`."""
-    if len(packet) > PACKET_BYTES_MAX:
-        raise RemoteProtocolError(f"a packet of {len(packet)} bytes: at most {PACKET_BYTES_MAX}")
-    try:
-        return decoder.decode(packet)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"{problem}: {error}") from error

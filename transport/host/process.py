@@ -18,9 +18,11 @@ import sys
 import threading
 from collections.abc import Generator
 from enum import Enum
-from typing import Final
+from typing import Final, TypeVar
 
-from zbmd.transport.errors import OutOfDescriptors
+import msgspec
+
+from zbmd.transport.errors import OutOfDescriptors, RemoteProtocolError
 
 # ---- the other end of a unix socket
 
@@ -32,6 +34,24 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
+
+
+MessageT = TypeVar("MessageT")
+
+
+def decoded_packet(
+    decoder: msgspec.msgpack.Decoder[MessageT], packet: bytes, problem: str, bytes_max: int
+) -> MessageT:
+    """Decode a packet of another process of this host. problem: the beginning of the error for a bad one.
+
+    Raises `RemoteProtocolError`.
+    """
+    if len(packet) > bytes_max:
+        raise RemoteProtocolError(f"a packet of {len(packet)} bytes: at most {bytes_max}")
+    try:
+        return decoder.decode(packet)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"{problem}: {error}") from error
 
 
 # ---- prctl(2): name, parent-death signal, child subreaper

@@ -5,11 +5,12 @@ A packet on a Unix socket, or a value of PyTorch's store (`Hello`, `Plan`), is o
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.host.process import decoded_packet
 
 PACKET_BYTES_MAX = 64 * 1024
 """A plan lists at most `RANKS_MAX` ranks."""
@@ -96,7 +97,6 @@ class Order(_KeepsCookie, frozen=True, array_like=True, tag="order", kw_only=Tru
 
 Asked: TypeAlias = Attach | Detach
 Answer: TypeAlias = Attached | Refused
-MessageT = TypeVar("MessageT")
 
 _asked_decoder: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -108,7 +108,9 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode_asked(packet: bytes) -> Asked:
     """Decode what a rank sent. Raises `RemoteProtocolError`."""
-    asked = _decoded(_asked_decoder, packet, "a process sent the supervisor of its host no request")
+    asked = decoded_packet(
+        _asked_decoder, packet, "a process sent the supervisor of its host no request", PACKET_BYTES_MAX
+    )
     if isinstance(asked, Attach) and asked.rank < 0:
         raise RemoteProtocolError(f"a process asks to be rank {asked.rank}: expected 0 or more")
     return asked
@@ -116,7 +118,9 @@ def decode_asked(packet: bytes) -> Asked:
 
 def decode_answer(packet: bytes) -> Answer:
     """Decode what the supervisor sent. Raises `RemoteProtocolError`."""
-    answer = _decoded(_answer_decoder, packet, "the supervisor of this host sent no answer")
+    answer = decoded_packet(
+        _answer_decoder, packet, "the supervisor of this host sent no answer", PACKET_BYTES_MAX
+    )
     if isinstance(answer, Attached) and len(answer.variables) > VARIABLES_MAX:
         raise RemoteProtocolError(
             f"the supervisor of this host sent {len(answer.variables)} variables: at most {VARIABLES_MAX}"
@@ -126,23 +130,20 @@ def decode_answer(packet: bytes) -> Answer:
 
 def decode_hello(value: bytes) -> Hello:
     """Decode a rank's value in the store. Raises `RemoteProtocolError`."""
-    return _decoded(_hello_decoder, value, "the store has no rank's greeting where one is due")
+    return decoded_packet(
+        _hello_decoder, value, "the store has no rank's greeting where one is due", PACKET_BYTES_MAX
+    )
 
 
 def decode_plan(value: bytes) -> Plan:
     """Decode rank 0's value in the store. Raises `RemoteProtocolError`."""
-    return _decoded(_plan_decoder, value, "the store has no plan of rank 0 where one is due")
+    return decoded_packet(
+        _plan_decoder, value, "the store has no plan of rank 0 where one is due", PACKET_BYTES_MAX
+    )
 
 
 def decode_order(packet: bytes) -> Order:
     """Decode what a supervisor was started for. Raises `RemoteProtocolError`."""
-    return _decoded(_order_decoder, packet, "the supervisor was started for nothing that it knows")
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[MessageT], packet: bytes, problem: str) -> MessageT:
-    if len(packet) > PACKET_BYTES_MAX:
-        raise RemoteProtocolError(f"a packet of {len(packet)} bytes: at most {PACKET_BYTES_MAX}")
-    try:
-        return decoder.decode(packet)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"{problem}: {error}") from error
+    return decoded_packet(
+        _order_decoder, packet, "the supervisor was started for nothing that it knows", PACKET_BYTES_MAX
+    )

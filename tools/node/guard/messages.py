@@ -11,16 +11,17 @@ import hashlib
 import os
 import socket
 from collections.abc import Mapping
-from typing import Final, TextIO, TypeAlias, TypeVar
+from typing import Final, TextIO, TypeAlias
 
 import msgspec
 
 from zbmd.actors.bootstrap.rank_variables import MPI_JOBS
 from zbmd.transport.errors import RemoteProtocolError, UserError
-from zbmd.transport.host.process import peer_of
+from zbmd.transport.host.process import decoded_packet, peer_of
 
 PACKET_BYTES_MAX: Final = 1024
 CODE_MAX: Final = 255
+NO_MESSAGE: Final = "a guard of this host sent no message of a guard"
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True, tag="here", kw_only=True):
@@ -42,7 +43,6 @@ class RankEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended", kw_on
 
 
 Reported: TypeAlias = Here | Signalled
-MessageT = TypeVar("MessageT")
 
 _reported_decoder: msgspec.msgpack.Decoder[Reported] = msgspec.msgpack.Decoder(Reported)
 _ended_decoder = msgspec.msgpack.Decoder(RankEnded)
@@ -51,7 +51,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode_reported(packet: bytes) -> Reported:
     """Decode what a guard sent. Raises `RemoteProtocolError`."""
-    reported = _decoded(_reported_decoder, packet)
+    reported = decoded_packet(_reported_decoder, packet, NO_MESSAGE, PACKET_BYTES_MAX)
     value = reported.local_rank if isinstance(reported, Here) else reported.number
     if value < 0:
         raise RemoteProtocolError(f"a guard of this host sent {reported}: expected 0 or more")
@@ -60,19 +60,10 @@ def decode_reported(packet: bytes) -> Reported:
 
 def decode_ended(packet: bytes) -> RankEnded:
     """Decode what the guard that supervises the ranks sent. Raises `RemoteProtocolError`."""
-    ended = _decoded(_ended_decoder, packet)
+    ended = decoded_packet(_ended_decoder, packet, NO_MESSAGE, PACKET_BYTES_MAX)
     if not 0 <= ended.code <= CODE_MAX:
         raise RemoteProtocolError(f"the guard of local rank 0 sent {ended}: expected 0 to {CODE_MAX}")
     return ended
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[MessageT], packet: bytes) -> MessageT:
-    if len(packet) > PACKET_BYTES_MAX:
-        raise RemoteProtocolError(f"a guard sent {len(packet)} bytes: at most {PACKET_BYTES_MAX}")
-    try:
-        return decoder.decode(packet)
-    except (ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"a guard of this host sent no message of a guard: {error}") from error
 
 
 STREAMS_MAX: Final = 2

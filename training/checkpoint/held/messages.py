@@ -12,10 +12,11 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from zbmd.actors.snapshots.messages import decoded
+from zbmd.actors.snapshots.messages import PACKET_BYTES_MAX
 from zbmd.training.autograd.parameter_layout import ParameterSlice
 from zbmd.training.checkpoint.blocks import DTYPES, Codec
 from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.host.process import decoded_packet
 
 ARGUMENTS_BYTES_MAX: Final = 256 << 20
 """Of the description of a shard: about 100 bytes for each of its arrays."""
@@ -143,12 +144,13 @@ encode = msgspec.msgpack.Encoder().encode
 
 def decode_asked(payload: bytes) -> Asked:
     """Decode what a rank asks for. Raises `RemoteProtocolError`."""
-    return decoded(_asked, payload, "a rank asked the snapshot process for nothing that it knows")
+    problem = "a rank asked the snapshot process for nothing that it knows"
+    return decoded_packet(_asked, payload, problem, PACKET_BYTES_MAX)
 
 
 def decode_heard(payload: bytes) -> Heard:
     """Decode the progress of a shard. Raises `RemoteProtocolError`."""
-    heard = decoded(_heard, payload, "the snapshot process sent no progress")
+    heard = decoded_packet(_heard, payload, "the snapshot process sent no progress", PACKET_BYTES_MAX)
     if not 0 <= heard.header < 1 << 64:
         raise RemoteProtocolError(f"the snapshot process sent the digest {heard.header}: expected a u64")
     return heard

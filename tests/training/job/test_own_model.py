@@ -21,7 +21,7 @@ from zbmd.tools.runs.commands import audit_run
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.checkpoint.sharded import open_state, read_names
 from zbmd.training.checkpoint.storage import Storage
-from zbmd.training.job import checkpoints
+from zbmd.training.checkpoint import writer
 from zbmd.training.job.data_parallel import DataParallelTask, State, TaskResult, run_task
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -115,7 +115,7 @@ async def test_a_checkpoint_is_written_beside_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shard is held up until the step after it is computed, and has the state before that."""
-    computed, write = threading.Event(), checkpoints.write_shard_of
+    computed, write = threading.Event(), writer.write_shard_of
     states = dict[int, float]()
 
     def held_up(storage: Storage, stem: str, *given: Any) -> str:
@@ -132,7 +132,7 @@ async def test_a_checkpoint_is_written_beside_the_next_step(
             if step == 100:
                 computed.set()
 
-    monkeypatch.setattr(checkpoints, "write_shard_of", held_up)
+    monkeypatch.setattr(writer, "write_shard_of", held_up)
     kept = dict[int, float]()
 
     def look(storage: Storage, *given: Any, **options: Any) -> None:
@@ -142,8 +142,8 @@ async def test_a_checkpoint_is_written_beside_the_next_step(
         kept[saved.version] = float(saved.parameter("weights", slot)[0])
         saved.close()
 
-    name = checkpoints.name_written
-    monkeypatch.setattr(checkpoints, "name_written", look)
+    name = writer.name_written
+    monkeypatch.setattr(writer, "name_written", look)
     await run_task(Noted(), out=tmp_path / "run", checkpoint_every=100)
     assert kept == {version: states[version] for version in (100, 200, 300)}
 

@@ -1,8 +1,10 @@
 """Snapshot processes: the state of a job's ranks on one host, in memory that outlives all of them.
 
-**Which process.** One a job and host, `holder`, started by the launcher once a rank keeps state. It has a
+**Which process.** One a job and node, `holder`, started by the launcher once a rank keeps state. It has a
 session of its own and needs no parent: it survives `kill -9` of every rank, of template, reaper and
-`zbmd-node run`, and of their process groups. It maps nothing and computes nothing: it holds descriptors.
+`zbmd-node run`, and of their process groups. It maps nothing and computes nothing by itself: it holds
+descriptors. Ranks may ask it for work on that memory, which the program that it runs brings along
+(`HolderWork`): `training.checkpoint.held` writes checkpoints. It does not end while that is under way.
 
 **Memory.** The launcher makes one memfd a rank, which has the rank's arena (`transport.memory.kept`). Both
 slots of the state are a block of it, stamped with version and digest before a vote for them
@@ -27,10 +29,10 @@ only while no other process has it locked (`exclusively`): ranks of a killed lau
 sides check that the other is of the same user (SO_PEERCRED). The launcher that starts a holder keeps one
 end of a socket pair, and is attached from the beginning; a later one connects.
 
-    launcher  Attach, Hold + memfd, Finish          tools  Look, Drop
-    holder    Standing, Memory + memfd, Holds, Dropped, Refused
+    launcher  Attach, Hold + memfd, Finish          tools  Look, Drop          ranks  Look, Work + memfd
+    holder    Standing, Memory + memfd, Holds, Dropped, Refused, Worked
 
-**States**: ATTACHED to one launcher, ORPHANED until a deadline, ENDED (`machine`). `holder` drives the
-machine, `client` asks it, `keeper` is the launcher's side. Imports `process`, `transport`. Begin with
-`machine`.
+**States**: ATTACHED to one launcher, ORPHANED until a deadline, ENDING while work is done, ENDED (`machine`).
+`holder` drives the machine, `client` asks it, `keeper` is the launcher's side. Imports `process`,
+`transport`. Begin with `machine`.
 """

@@ -71,7 +71,7 @@ class HolderWork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """What work has of its holder. memory: descriptors by rank, to be duplicated by who keeps one.
+    """The side of a holder that its work sees. memory: descriptors by rank, which work duplicates.
 
     post: tells a client of progress; busy: whether anything is under way. Both for any thread. number: which
     process of the job this is.

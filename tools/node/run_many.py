@@ -197,7 +197,7 @@ async def run_over_nodes(plan: NodeRun, template: EarlyTemplate | None, guards: 
 
 @dataclass(slots=True)
 class _Snapshots:
-    """What holds the state of this node's ranks, if anything does. ended: nobody will need it any more."""
+    """The snapshot process of this node's ranks, if there is one. ended: nobody will need it any more."""
 
     keeper: SnapshotKeeper | None
     ended: bool = False
@@ -205,7 +205,7 @@ class _Snapshots:
 
 @asynccontextmanager
 async def _held(plan: NodeRun, console: Console) -> AsyncGenerator[_Snapshots]:
-    """What outlives this process, and what a run before has left here."""
+    """Find the state that a run before has left here, and have that of this one outlive this process."""
     notes: set[asyncio.Task[None]] = set()
     config = job_config(plan.job, plan.settings, plan.variables)
 

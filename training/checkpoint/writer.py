@@ -1,7 +1,7 @@
 """Write the shards of a checkpoint from copies, beside what else the process does: drives `saving`.
 
 A rank writes one shard so, and a snapshot process those of all ranks of its host (`held`). Copies are made by
-one thread, written by another: who waits for a copy does not wait for the disk.
+one thread, written by another: a step that waits for a copy does not wait for the disk.
 """
 
 from __future__ import annotations

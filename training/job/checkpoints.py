@@ -40,7 +40,7 @@ ROUNDS_MAX: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What a checkpoint is made of. pieces: returns what this rank writes; all ranks call it together."""
+    """A version of the state, to be saved. pieces: returns this rank's share; all ranks call it together."""
 
     number: int
     loss_scale: tuple[float, ...]

@@ -133,7 +133,7 @@ class StampedSlots:
         return at, int(_BEGUN.unpack_from(self._memory, at)[0])
 
     def begin(self, slot: int) -> None:
-        """Mark the slot as incomplete, before it is written. Who copies it sees that it was begun again."""
+        """Mark the slot as incomplete, before it is written. A reader that copies it sees that."""
         at, count = self.begun(slot)
         _BEGUN.pack_into(self._memory, at, (count + 1) % (1 << 64))
         _STAMP.pack_into(self._memory, _stamp_at(slot), NO_VERSION, 0)

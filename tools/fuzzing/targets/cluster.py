@@ -34,6 +34,9 @@ from zbmd.actors.snapshots import messages as snapshots
 from zbmd.tools.fuzzing.target import Broken, blocks, folder, read_blocks, target, text_target
 from zbmd.tools.node.guard import messages as guards
 from zbmd.tools.node.up import Token, read_token, write_token
+from zbmd.training.autograd.parameter_layout import ParameterSlice
+from zbmd.training.checkpoint.blocks import Codec
+from zbmd.training.checkpoint.held import messages as held
 from zbmd.transport.clock.deadlines import derive
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError, UserError
 from zbmd.transport.machine import TimerFired
@@ -174,6 +177,43 @@ def _snapshot_message(data: bytes) -> None:
         snapshots.decode_spec(data[1:].decode(errors="replace"))
     else:
         (snapshots.decode_answer if data[:1] == b"\1" else snapshots.decode_request)(data[1:])
+
+
+def _held_messages() -> tuple[bytes, ...]:
+    cut = ParameterSlice(1, 4, 1, 0, 4)
+    piece = held.HeldPiece("w", cut, ("weights",), "F32", (held.Span(64, 4, "F32"),))
+    shard = held.SaveShard(
+        version=3,
+        stem="checkpoint-3",
+        rank=1,
+        place=1,
+        places=2,
+        together=True,
+        block="state",
+        counter=144,
+        count=5,
+        storage="/saved",
+        plan="{}",
+        loss_scale=(1.0,),
+        keep=2,
+        every=0,
+        codec=Codec.NONE,
+        pieces=(piece,),
+    )
+    asked = (held.Save(), held.Ask("checkpoint-3", True))
+    return (
+        *(b"\0" + held.encode(one) for one in asked),
+        b"\1" + held.encode(held.Heard("checkpoint-3", held.Event.WROTE, 7)),
+        b"\2" + held.encode(shard),
+    )
+
+
+_HELD = (held.decode_asked, held.decode_heard, held.decode_shard)
+
+
+@target("held.message", "what ranks and what writes their shards send", _held_messages, RemoteProtocolError)
+def _held_message(data: bytes) -> None:
+    _HELD[data[0] % len(_HELD) if data else 0](data[1:])
 
 
 def _guard_messages() -> tuple[bytes, ...]:

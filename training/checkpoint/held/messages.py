@@ -110,7 +110,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Event(IntEnum):
-    """What a rank hears of its shard."""
+    """A stage of a shard, as its rank hears of it."""
 
     COPIED = 0
     """Its memory may change."""

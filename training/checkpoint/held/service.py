@@ -223,8 +223,8 @@ def _copied(
 ) -> list[Piece]:
     """Return copies of what a rank is to write, and close both descriptors.
 
-    base: where its block begins in `memory`. Raises `ValueError` if it was overwritten meanwhile, which only
-    who has taken the place of a dead rank does, and OSError.
+    base: where its block begins in `memory`. Raises `ValueError` if it was overwritten meanwhile, as only a
+    replacement of a dead rank does, and OSError.
     """
     try:
         wanted = [((span.count,), DTYPES[span.dtype]) for piece in request.pieces for span in piece.spans]

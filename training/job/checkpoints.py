@@ -79,7 +79,8 @@ class Checkpoints:
         self._kept, self._line = kept, None
         file = self._worker.segment.kept_file
         if kept is not None and file is not None and self._options.checkpoints:
-            self._line = HeldLine(self._worker.rank, kept.memory, file)
+            job = self._worker.job if self._options.hosts == 1 else None
+            self._line = HeldLine(self._worker.rank, kept.memory, file, job=job)
 
     # ---- votes
 

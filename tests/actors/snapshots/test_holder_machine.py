@@ -22,6 +22,7 @@ from zbmd.actors.snapshots.messages import (
     Refused,
     Request,
     Standing,
+    Work,
     decode_answer,
     decode_request,
     encode,
@@ -127,6 +128,30 @@ def test_what_a_client_may_not_send_ends_its_connection_and_changes_nothing(even
     assert made.state is m.HolderState.ATTACHED and not made.held
 
 
+def test_it_does_not_end_in_the_middle_of_work_but_for_a_drop() -> None:
+    made = orphan()
+    work = made.handle(asked(OTHER, Work(payload=b"write"), 20), now_ns=6)
+    assert work == [m.Perform(client=OTHER, payload=b"write", arguments=20)]
+    assert made.handle(m.Working(is_busy=True), now_ns=7) == []
+    assert made.handle(TimerFired(), now_ns=5 + IDLE_NS) == [] and made.state is m.HolderState.ENDING
+    (refused,) = made.handle(asked(OTHER, Attach(identity=IDENTITY)), now_ns=6 + IDLE_NS)
+    assert isinstance(refused, m.Reply) and isinstance(refused.answer, Refused)
+    with pytest.raises(RemoteProtocolError):
+        made.handle(asked(OTHER, Work(payload=b"more")), now_ns=7 + IDLE_NS)
+    assert made.handle(m.Working(is_busy=False), now_ns=8 + IDLE_NS)[-1] == m.End(
+        reason="no launcher came for it"
+    )
+    made = orphan()
+    made.handle(m.Working(is_busy=True), now_ns=6)
+    assert made.handle(asked(TOOL, Drop()), now_ns=7)[-1] == m.End(reason="a user dropped it")
+    assert made.handle(m.Working(is_busy=False), now_ns=8) == []
+    made = holder()
+    made.handle(m.Working(is_busy=True), now_ns=0)
+    assert made.handle(asked(LAUNCHER, Finish()), now_ns=1) == []
+    assert made.handle(m.ClientLost(client=LAUNCHER), now_ns=2) == []
+    assert made.handle(m.Working(is_busy=False), now_ns=3) == [m.End(reason="its job has ended")]
+
+
 def test_any_history_gives_each_memory_back_once(seed: int) -> None:
     for number in range(200):
         _history(random.Random(seed + number))
@@ -142,12 +167,15 @@ def _history(draw: random.Random) -> None:
             event: m.Event = TimerFired()
         elif draw.random() < 0.15:
             event = m.ClientLost(client=draw.choice((LAUNCHER, OTHER, TOOL)))
+        elif draw.random() < 0.1:
+            event = m.Working(is_busy=draw.random() < 0.4)
         else:
             other = msgspec.structs.replace(IDENTITY, code="c1")
             request = draw.choice(
                 (
                     Hold(rank=draw.randrange(4)),
                     Look(),
+                    Work(payload=b"work"),
                     Finish(),
                     Drop(),
                     Attach(identity=IDENTITY),
@@ -169,6 +197,8 @@ def _history(draw: random.Random) -> None:
             match action:
                 case m.Release(memory=memory):
                     freed.append(memory)
+                case m.Perform(arguments=arguments):
+                    freed += [] if arguments is None else [arguments]  # it belongs to the work now
                 case SetTimer(at_ns=at_ns):
                     due_ns = at_ns
                 case m.End():
@@ -183,7 +213,7 @@ def _history(draw: random.Random) -> None:
 
 
 def test_messages_are_decoded_within_bounds() -> None:
-    for request in (Attach(identity=IDENTITY), Hold(rank=1), Finish(), Look(), Drop()):
+    for request in (Attach(identity=IDENTITY), Hold(rank=1), Finish(), Look(), Drop(), Work(payload=b"x")):
         assert decode_request(encode(request)) == request
     for bad in (
         b"",

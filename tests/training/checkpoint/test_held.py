@@ -57,7 +57,7 @@ class Rank:
         os.pwrite(self.fd, _ENTRY.pack(STATE_BLOCK.encode(), TABLE_BYTES, name.nbytes), 0)
         memory = np.frombuffer(mmap.mmap(self.fd, 0), np.uint8)[TABLE_BYTES:]
         self.slots = StampedSlots(memory, name)
-        self.line = HeldLine(rank, memory, file_of(self.fd))
+        self.line = HeldLine(rank, memory, file_of(self.fd), job=job)
 
     def hold(self, version: int) -> None:
         slot = version % 2
@@ -131,6 +131,7 @@ def waited_for() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "LOOK_S", 0.02)
+    monkeypatch.setattr(lines, "LOOK_SHARE", 1)
 
 
 @asynccontextmanager

@@ -34,6 +34,8 @@ from zbmd.transport.native._native import address_of
 
 LOOK_S: Final = 1.0
 """Seconds between two looks for a process: it comes after the first step, or in the place of another one."""
+LOOK_SHARE: Final = 50
+"""Looks take at most a time in so many: a process of another run that stands still answers none."""
 SILENT_S: Final = 5.0
 """A process that has not sent anything for so long is asked whether it lives,"""
 SILENT_TIMES: Final = 4
@@ -46,11 +48,13 @@ QUEUE_MAX: Final = 64
 class HeldLine:
     """Has the shards of one rank written by the process that holds its memory. For the thread that trains.
 
-    rank: its number; memory: the block of its memory that the snapshot process has, and in which its state
-    lies; file: the identity of all of that memory, see `file_of`.
+    rank: its number; job: of the process, None: it may have any; memory: the block of its memory that the
+    snapshot process has, and in which its state lies; file: the identity of all of that memory, see
+    `file_of`.
     """
 
-    def __init__(self, rank: int, memory: Array, file: tuple[int, int]) -> None:
+    def __init__(self, rank: int, memory: Array, file: tuple[int, int], *, job: int | None) -> None:
+        self._job = job
         self._rank, self._file, self._begin, self._nbytes = rank, file, address_of(memory), memory.nbytes
         self._line: HolderLine | None = None
         self._next_s = 0.0
@@ -66,13 +70,15 @@ class HeldLine:
         if self._line is not None:
             self._hear(0.0)
         if self._line is None and time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + LOOK_S
+            began_s = time.monotonic()
             self._line = self._found()
+            took_s = time.monotonic() - began_s
+            self._next_s = began_s + took_s + max(LOOK_S, LOOK_SHARE * took_s)
         return self._line is not None
 
     def _found(self) -> HolderLine | None:
         """Return a connection to the process that holds this very memory."""
-        for address in find_holders():
+        for address in find_holders(job=self._job):
             with contextlib.suppress(PeerLost, RemoteProtocolError, OSError), contextlib.ExitStack() as undo:
                 line = HolderLine(address.name)
                 undo.callback(line.close)

@@ -1,0 +1,140 @@
+"""Measure what a checkpoint costs the steps beside it: written by a snapshot process, and by the ranks.
+
+    python -m zbmd.tools.lab.bench.training.checkpoints                      2 ranks, 150 MiB of state
+    python -m zbmd.tools.lab.bench.training.checkpoints --width 1024 --layers 7        1 GiB of it
+
+Three runs have the same steps: without checkpoints, and with one each `--every` steps by either writer. The
+cost is the time of all steps beside and after a checkpoint until the next one, less that of as many steps of
+the first run: the wait for the copy, and what copying and writing take of the processors that ranks use.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import uvloop
+
+from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
+from zbmd.actors.process.log import log_to_stderr
+from zbmd.actors.process.output import OutputLine
+from zbmd.tools.chaos.small_job import write_text
+from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
+from zbmd.tools.node.run import snapshot_keeper
+from zbmd.tools.train.command import recipe_of
+from zbmd.transport.errors import UserError
+
+WARM_UP: Final = 12
+"""First steps that do not count: the snapshot process comes in these."""
+LINES_KEPT: Final = 20
+SNAPSHOTS_S: Final = 5.0
+WRITERS: Final = ("none", "snapshots", "ranks")
+
+
+class CheckpointCost(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one writer; seconds. share: cost of a checkpoint over a step; load: of the machine."""
+
+    writer: str
+    step_s: float
+    cost_s: float
+    share: float
+    checkpoints: int
+    load: float
+
+
+@dataclass(slots=True)
+class _Observer:
+    """Takes the times of committed steps, and the last lines of a run."""
+
+    at_ns: list[int] = field(default_factory=list[int])
+    lines: list[str] = field(default_factory=list[str])
+
+    async def write_line(self, line: OutputLine) -> None:
+        """Keep a rank's line, in case the run fails."""
+        self.lines = [*self.lines[1 - LINES_KEPT :], line.text.decode(errors="replace")]
+
+    async def __call__(self, event: HostEvent) -> None:
+        """Note a committed step."""
+        if isinstance(event, RankReport) and event.payload.get("kind") == "step":
+            self.at_ns.append(int(event.payload["at_ns"]))
+
+
+async def steps_of(directory: Path, shape: Sequence[str], *, writer: str, every: int, count: int) -> float:
+    """Return the mean time of a step of a run with `count` checkpoints. Raises `UserError` if it fails."""
+    steps = WARM_UP - WARM_UP % every + every * (count + 1)
+    words = [*shape, "--steps", str(steps), "--data", str(write_text(directory / "text"))]
+    words += ["--out", str(directory / writer), "--evaluate-every", "0"]
+    words += ["--checkpoint-every", "0" if writer == "none" else str(every)]
+    config = HostConfig(
+        target="zbmd.training.sharded",
+        is_module=True,
+        arguments=(recipe_of(words, ranks=2).encode(),),
+        world_size=2,
+        preload=("zbmd.training.sharded.run",),
+    )
+    idle_s = SNAPSHOTS_S if writer == "snapshots" else 0.0
+    observer = _Observer()
+    keeper = snapshot_keeper(config, idle_s, observer.lines.append)
+    ended = await Host(config, output=observer, observer=observer, snapshots=keeper).run()
+    if ended.exit_code:
+        raise UserError(f"the run by {writer} failed: {ended.reason}\n" + "\n".join(observer.lines))
+    first = steps - 1 - every * count  # the last step waits for its checkpoint
+    return (observer.at_ns[steps - 2] - observer.at_ns[first - 1]) / 1e9 / (steps - 1 - first)
+
+
+def measured(shape: Sequence[str], *, every: int, count: int, rounds: int) -> list[CheckpointCost]:
+    """Return the figures of all writers, from the medians of interleaved rounds."""
+    found: dict[str, list[float]] = {writer: [] for writer in WRITERS}
+    for _ in range(rounds):
+        for writer in WRITERS:
+            with tempfile.TemporaryDirectory(prefix="zbmd-checkpoints-") as name:
+                run = steps_of(Path(name), shape, writer=writer, every=every, count=count)
+                found[writer].append(uvloop.run(run))
+    step_s = statistics.median(found["none"])
+    return [
+        CheckpointCost(
+            writer=writer,
+            step_s=round(statistics.median(times), 4),
+            cost_s=round((statistics.median(times) - step_s) * every, 4),
+            share=round((statistics.median(times) - step_s) * every / step_s, 3),
+            checkpoints=0 if writer == "none" else rounds * count,
+            load=round(os.getloadavg()[0], 1),
+        )
+        for writer, times in found.items()
+    ]
+
+
+@exit_code_of
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print a line for each writer."""
+    parser = script_parser("lab.bench.training.checkpoints", __doc__)
+    parser.add_argument("--width", type=int, default=512, help="of the model (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
+    parser.add_argument("--every", type=int, default=6, help="steps of a checkpoint (%(default)s)")
+    parser.add_argument("--count", type=int, default=3, help="checkpoints of a run (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all three runs (%(default)s)")
+    add_json(parser)
+    arguments = parser.parse_args(argv)
+    log_to_stderr()
+    shape = ["--width", str(arguments.width), "--layers", str(arguments.layers), "--heads", "8"]
+    shape += ["--context", "64", "--sequences-per-shard", "1", "--shards", "2"]
+
+    for one in measured(shape, every=arguments.every, count=arguments.count, rounds=arguments.rounds):
+        if arguments.json:
+            print(msgspec.json.encode(one).decode(), flush=True)
+        else:
+            cost = f"a checkpoint costs {one.cost_s:.3f} s, {one.share:.0%} of a step"
+            print(f"{one.writer:10} step {one.step_s:.3f} s  {cost}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,6 +29,7 @@ from zbmd.tools.runs.goodput import goodput_of, read_runs
 from zbmd.tools.runs.goodput_command import as_json
 from zbmd.tools.runs.profile import read_rings, trace_of
 from zbmd.tools.telemetry.ingest import RunDatabase
+from zbmd.tools.telemetry.measures import Measure, RunMeasures, exposition
 from zbmd.training.profiler.lines import PROFILE_DIRECTORY, read_profiles
 from zbmd.transport.errors import UserError
 
@@ -79,12 +80,14 @@ def _library() -> tuple[Any, bytes]:
 class _Run:
     """One run's database, which one thread at a time uses."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
+        self.name = name
         self.version = 0
         """Grows with what is new."""
         self.problem = ""
         self._database = RunDatabase(directory)
+        self._measures = RunMeasures(name, directory)
         self._updated_s = self._spans_s = -1e9
         self._answers: dict[tuple[Any, ...], tuple[int, bytes]] = {}
 
@@ -127,6 +130,11 @@ class _Run:
         self._answers[key] = version, data
         return data
 
+    def measures(self) -> list[Measure]:
+        """Return the metrics for Prometheus."""
+        self.update()
+        return self._measures.collect(self._database.connection)
+
     def _goodput(self) -> dict[str, Any]:
         paths = (self.directory / PROFILE_DIRECTORY).glob("rank*.jsonl*")
         if sum(path.stat().st_size for path in paths) > GOODPUT_BYTES_MAX:
@@ -150,16 +158,21 @@ class Dashboard:
     def __init__(self, directories: Sequence[Path], *, token: str = "") -> None:
         self._web, self._plotly = _library()
         self._token = token
-        self._names = [directory.name or str(directory) for directory in directories]
         self._runs: list[_Run] = []
         self._thread = ThreadPoolExecutor(1, "zbmd-dashboard")
         self._followers = set[Any]()
         try:
             for directory in directories:
-                self._runs.append(_Run(directory))
+                self._runs.append(_Run(directory, self._name_of(directory)))
         except BaseException:
             self._close()
             raise
+
+    def _name_of(self, directory: Path) -> str:
+        """Return the name of a run on pages and in `/metrics`: no other has it."""
+        name = directory.name or str(directory)
+        known = {run.name for run in self._runs}
+        return next(one for one in (name, str(directory), f"{directory}#{len(known)}") if one not in known)
 
     def _close(self) -> None:
         self._thread.shutdown()
@@ -185,6 +198,7 @@ class Dashboard:
         application.router.add_get("/api/trace", self._trace)
         application.router.add_get("/api/{question}", self._answer)
         application.router.add_get("/live", self._live)
+        application.router.add_get("/metrics", self._metrics)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -274,7 +288,7 @@ class Dashboard:
         return self._web.Response(body=data, content_type=ASSETS[name], charset="utf-8")  # type: ignore[no-any-return]
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        return self._json(msgspec.json.encode({"runs": self._names}))
+        return self._json(msgspec.json.encode({"runs": [run.name for run in self._runs]}))
 
     def _json(self, data: bytes) -> web.StreamResponse:
         return self._web.Response(body=data, content_type="application/json")  # type: ignore[no-any-return]
@@ -301,6 +315,17 @@ class Dashboard:
             )
         except UserError as error:
             raise self._web.HTTPBadRequest(text=f"{error}\n") from None
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        """Answer Prometheus."""
+        try:
+            data, kind = await self._in_thread(self._exposition)
+        except UserError as error:
+            raise self._web.HTTPServiceUnavailable(text=f"{error}\n") from None
+        return self._web.Response(body=data, headers={"Content-Type": kind})  # type: ignore[no-any-return]
+
+    def _exposition(self) -> tuple[bytes, str]:
+        return exposition(one for run in self._runs for one in run.measures())
 
     async def _trace(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from support.jobs.profiles import encoded, life, step
-from support.jobs.two_ranks import killed_run
 
 from zbmd.tools.dashboard.queries import BINS_MAX, QUESTIONS, SPANS_MAX, timeline
 from zbmd.tools.dashboard.server import Dashboard, is_local, token_of
@@ -30,11 +29,6 @@ from support.browser import Page, browser, colors_in, in_a_browser  # noqa: E402
 
 DRAWN = "Number(document.body.dataset.drawn) > 0"
 pytestmark = pytest.mark.optional
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return killed_run(tmp_path_factory.mktemp("killed"))
 
 
 def written(directory: Path, ranks: int, steps: int) -> Path:

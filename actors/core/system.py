@@ -437,6 +437,11 @@ class CoreSystem(Messaging):
         self._unrecorded("system.peers")
         return {name: peer.incarnation for name, peer in self._peers.items() if not peer.is_external}
 
+    def linked(self) -> list[Peer]:
+        """Return the other ends of all links, also of those to processes of no view of ours."""
+        self._unrecorded("system.linked()")
+        return [*self._peers.values(), *self._spare]
+
     # Monitors and links between actors.
 
     def monitor(self, ref: Ref, *, to: Ref | None = None) -> Monitor:

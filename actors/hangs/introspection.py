@@ -10,15 +10,18 @@ import msgspec
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.cell import ActorCell
+from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.hangs.loop_watch import LoopWatch
 from zbmd.actors.supervision.supervisor import Children, Supervisor, WhichChildren
 from zbmd.transport.errors import ZbmdError
+from zbmd.transport.link.base import LinkSide
 
 INSIDE_ACTOR = "inside"
 ROWS_MAX = 1024
 """Actors of a process that are listed; the others are counted."""
 SUPERVISORS_ASKED_MAX = 256
+LINKS_SHOWN_MAX = 1024
 ASK_S = 1.0
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -61,7 +64,19 @@ class SupervisorRow(Contract, id="zbmd.inside.supervisor"):
     children: list[tuple[str, str, int]]
 
 
-class InsideReply(Contract, id="zbmd.inside.reply"):
+class LinkRow(Contract, id="zbmd.inside.link"):
+    """A link to another process. carrier: "shm", "tcp" or "rdma"; waiting, nbytes: frames and bytes that wait
+    to be sent.
+    """
+
+    process: Name
+    incarnation: int
+    carrier: Name
+    waiting: int
+    nbytes: int
+
+
+class InsideReply(Contract, id="zbmd.inside.reply", version=2, compatible_from=1):
     """A process. held: how often a handler kept its loop to itself; nbytes: what waits in all mailboxes."""
 
     process: Name
@@ -72,6 +87,7 @@ class InsideReply(Contract, id="zbmd.inside.reply"):
     nbytes_max: int
     rows: Annotated[tuple[ActorRow, ...], msgspec.Meta(max_length=ROWS_MAX)]
     supervisors: Annotated[tuple[SupervisorRow, ...], msgspec.Meta(max_length=SUPERVISORS_ASKED_MAX)]
+    links: Annotated[tuple[LinkRow, ...], msgspec.Meta(max_length=LINKS_SHOWN_MAX)] = ()
 
 
 class Inside(Actor):
@@ -101,6 +117,7 @@ class Inside(Actor):
             nbytes_max=memory.bound,
             rows=tuple(row(cell) for cell in shown[:ROWS_MAX]),
             supervisors=tuple(found for found in await asyncio.gather(*asked) if found is not None),
+            links=tuple(link_row(peer) for peer in self.system.linked()[:LINKS_SHOWN_MAX]),
         )
 
     async def _children(self, supervisor: Ref) -> SupervisorRow | None:
@@ -109,6 +126,13 @@ class Inside(Actor):
         except ZbmdError:
             return None  # it starts, stops or has ended: it is shown without children
         return SupervisorRow(supervisor.actor, reply.children)
+
+
+def link_row(peer: Peer) -> LinkRow:
+    """Return the row of the link to `peer`."""
+    link = peer.link
+    carrier, (waiting, nbytes) = (link.carrier, link.waiting) if isinstance(link, LinkSide) else ("", (0, 0))
+    return LinkRow(peer.name, peer.incarnation, carrier, waiting, nbytes)
 
 
 def row(cell: ActorCell) -> ActorRow:

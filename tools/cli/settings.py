@@ -22,6 +22,7 @@ from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_dur
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import usable_cpus
 from zbmd.transport.host.topology.devices import read_gpus
+from zbmd.transport.tcp.address import TcpAddress, parse_address
 
 RESTARTS_MAX = 10_000
 DIGITS_MAX = 18
@@ -106,6 +107,11 @@ def parse_grace(text: str) -> float:
 def parse_snapshots(text: str) -> float:
     """Seconds that snapshots outlive their launcher, 0 for `off`. Raises `UserError`."""
     return 0.0 if text.strip() == OFF else parse_duration(text)
+
+
+def parse_dashboard(text: str) -> TcpAddress | None:
+    """The address of a dashboard, None for `off`. Raises `UserError`."""
+    return None if text.strip() == OFF else parse_address(text)
 
 
 def parse_preload(text: str) -> tuple[str, ...]:
@@ -223,6 +229,13 @@ SETTINGS = (
         default=None,
         metavar="RANK",
         help="rank that has the launcher's standard input; default: none has",
+    ),
+    Setting(
+        name="dashboard",
+        parse=parse_dashboard,
+        default=None,
+        metavar="HOST:PORT",
+        help="serve pages on the runs of these ranks there, and /metrics; port 0 takes a free one",
     ),
     Setting(
         name="log_dir",

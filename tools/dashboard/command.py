@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
+import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from zbmd.tools.cli.options import add_command
-from zbmd.tools.dashboard.server import Dashboard, is_local, token_of
+from zbmd.tools.dashboard.access import is_local, token_of
+from zbmd.tools.dashboard.server import Dashboard
 from zbmd.transport.errors import UserError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
+from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.tcp.address import parse_address
 
 LISTEN_DEFAULT: Final = "127.0.0.1:7380"
+NICE: Final = 5
+"""Of a launcher's dashboard: ranks come first."""
 
 
 def add_dashboard(commands: Any) -> None:
@@ -57,12 +64,35 @@ def _dashboard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def serve(runs: Sequence[Path], host: str, port: int, *, token: str) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `UserError`."""
+def serve_beside(listening_fd: int, announced: int, launcher_pid: int) -> None:
+    """Be the dashboard of a launcher: serve on its socket until it ends, or asks this process to."""
+    end_with_parent(launcher_pid)
+    os.nice(NICE)
+    with socket.socket(fileno=listening_fd) as listening:
+        host, port = listening.getsockname()[:2]
+        token = "" if is_local(f"[{host}]" if ":" in host else host) else token_of(load_or_create_cookie())
+        asyncio.run(serve((), host, port, token=token, listening=listening, announced=announced))
+
+
+async def serve(
+    runs: Sequence[Path],
+    host: str,
+    port: int,
+    *,
+    token: str,
+    listening: socket.socket | None = None,
+    announced: int | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. listening, announced: see `Dashboard`. Raises `UserError`."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    async with Dashboard(runs, token=token).serving(host, port) as address:
+    dashboard = Dashboard(runs, token=token, announced=announced)
+    async with dashboard.serving(host, port, listening=listening) as address:
         print(f"dashboard: {address} (Ctrl-C ends it)", flush=True)
         await stopped.wait()
+
+
+if __name__ == "__main__":  # started by a launcher
+    serve_beside(*map(int, sys.argv[1:4]))

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import importlib
 import importlib.resources
-import ipaddress
-import time
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,30 +21,21 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from zbmd.tools.dashboard.queries import QUESTIONS, timeline
+from zbmd.tools.dashboard.access import is_local, shown_address
+from zbmd.tools.dashboard.live import Live
+from zbmd.tools.dashboard.queries import QUESTIONS
+from zbmd.tools.dashboard.runs import REFRESH_S, ShownRun, ShownRuns
 from zbmd.tools.plan.designs import DESIGN_NAME, OPTIONS, PRESETS, answer, design_text
-from zbmd.tools.runs.goodput import goodput_of, read_runs
-from zbmd.tools.runs.goodput_command import as_json
-from zbmd.tools.runs.profile import read_rings, trace_of
-from zbmd.tools.telemetry.ingest import RunDatabase
-from zbmd.tools.telemetry.measures import Measure, RunMeasures, exposition
-from zbmd.training.profiler.lines import PROFILE_DIRECTORY, read_profiles
+from zbmd.tools.telemetry.measures import exposition
 from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-REFRESH_S: Final = 1.0
-"""The database is brought up to date at most that often, and pages hear of it."""
-SPANS_REFRESH_S: Final = 5.0
-"""Spans are read again at most that often: they are 3.6 MB a rank."""
 CLIENTS_MAX: Final = 64
 """Pages that may follow at once."""
-GOODPUT_BYTES_MAX: Final = 200 << 20
-"""Of profiles, which goodput reads as a whole."""
 QUERY_MAX: Final = 4_096
 """Characters of the options of a design."""
-TOKEN_BYTES: Final = 16
 TOKEN_NAME: Final = "zbmd_token"
 PAGES: Final = ("profiling", "run", "cluster", "logs")
 ASSETS: Final = {
@@ -62,11 +51,6 @@ HEADERS: Final = {
 }
 
 
-def token_of(cookie: bytes) -> str:
-    """Return the token that a page on another host needs, from the cookie of the cluster."""
-    return hmac.new(cookie, b"zbmd dashboard", hashlib.sha256).hexdigest()[: 2 * TOKEN_BYTES]
-
-
 def _library() -> tuple[Any, bytes]:
     """Return aiohttp's web module and the plotting library's script. Raises `UserError` without them."""
     try:
@@ -77,111 +61,35 @@ def _library() -> tuple[Any, bytes]:
     return web, script
 
 
-class _Run:
-    """One run's database, which one thread at a time uses."""
-
-    def __init__(self, directory: Path, name: str) -> None:
-        self.directory = directory
-        self.name = name
-        self.version = 0
-        """Grows with what is new."""
-        self.problem = ""
-        self._database = RunDatabase(directory)
-        self._measures = RunMeasures(name, directory)
-        self._updated_s = self._spans_s = -1e9
-        self._answers: dict[tuple[Any, ...], tuple[int, bytes]] = {}
-
-    def close(self) -> None:
-        self._database.connection.close()
-
-    def update(self, *, spans: bool = False) -> int:
-        """Bring the database up to date, unless that was done just now; return the version."""
-        now_s = time.monotonic()
-        spans = spans and now_s - self._spans_s >= SPANS_REFRESH_S
-        if spans or now_s - self._updated_s >= REFRESH_S:
-            before = self._database.connection.total_changes
-            try:
-                self._database.update(spans=spans)
-                self.problem = ""
-            except UserError as error:  # a run that has just begun has written nothing
-                self.problem = str(error)
-            self.version += self._database.connection.total_changes != before
-            self._updated_s = time.monotonic()
-            self._spans_s = self._updated_s if spans else self._spans_s
-        return self.version
-
-    def answer(self, question: str, steps: tuple[int, int] | None) -> bytes:
-        """Return the answer as JSON, computed once for each version."""
-        version = self.update(spans=question in ("timeline", "slowest_ops"))
-        key = (question, steps)
-        known = self._answers.get(key)
-        if known is not None and known[0] == version:
-            return known[1]
-        connection = self._database.connection
-        if question == "timeline":
-            found = timeline(connection, *(steps or (None, None)))
-        elif question == "goodput":
-            found = self._goodput()
-        else:
-            found = QUESTIONS[question](connection)
-        data = msgspec.json.encode({**found, "version": version, "problem": self.problem})
-        if len(self._answers) > 4 * len(QUESTIONS):
-            self._answers.clear()  # time lines of many ranges of steps
-        self._answers[key] = version, data
-        return data
-
-    def measures(self) -> list[Measure]:
-        """Return the metrics for Prometheus."""
-        self.update()
-        return self._measures.collect(self._database.connection)
-
-    def _goodput(self) -> dict[str, Any]:
-        paths = (self.directory / PROFILE_DIRECTORY).glob("rank*.jsonl*")
-        if sum(path.stat().st_size for path in paths) > GOODPUT_BYTES_MAX:
-            return {"missing": f"the profile is too large for a page: zbmd goodput {self.directory}"}
-        try:
-            return as_json(goodput_of(read_runs([self.directory])))
-        except UserError as error:
-            return {"missing": str(error)}
-
-    def trace(self) -> bytes:
-        """Return the latest spans as a trace for Perfetto. Raises `UserError`."""
-        return trace_of(read_rings([self.directory]), read_profiles(self.directory))
-
-
 class Dashboard:
-    """Serves the planners, and pages on `directories`. token: what a browser must know; "" on loopback.
+    """Serves the planners, what is live, and pages on `directories`. token: what a browser must know; "" on
+    loopback. announced: a file in which a launcher has what its ranks begin; None without a launcher.
 
     Raises `UserError` for a directory that is no run, and without aiohttp or plotly.
     """
 
-    def __init__(self, directories: Sequence[Path], *, token: str = "") -> None:
+    def __init__(self, directories: Sequence[Path], *, token: str = "", announced: int | None = None) -> None:
         self._web, self._plotly = _library()
         self._token = token
-        self._runs: list[_Run] = []
+        self._runs = ShownRuns(directories, announced)
         self._thread = ThreadPoolExecutor(1, "zbmd-dashboard")
         self._followers = set[Any]()
-        try:
-            for directory in directories:
-                self._runs.append(_Run(directory, self._name_of(directory)))
-        except BaseException:
-            self._close()
-            raise
+        self._live_view: Live | None = None
 
-    def _name_of(self, directory: Path) -> str:
-        """Return the name of a run on pages and in `/metrics`: no other has it."""
-        name = directory.name or str(directory)
-        known = {run.name for run in self._runs}
-        return next(one for one in (name, str(directory), f"{directory}#{len(known)}") if one not in known)
-
-    def _close(self) -> None:
+    async def _close(self) -> None:
+        if self._live_view is not None:
+            await self._live_view.close()
         self._thread.shutdown()
-        for run in self._runs:
-            run.close()
+        self._runs.close()
 
     @contextlib.asynccontextmanager
-    async def serving(self, host: str, port: int) -> AsyncGenerator[str]:
-        """Serve within the context; yields the address. port: 0 for any. Raises `UserError`."""
+    async def serving(
+        self, host: str, port: int, *, listening: socket.socket | None = None
+    ) -> AsyncGenerator[str]:
+        """Serve within the context; yields the address. port: 0 for any. Raises `UserError`.
+
+        listening: a socket that listens already.
+        """
         web = self._web
 
         async def guard(request: Any, handler: Any) -> Any:
@@ -196,27 +104,26 @@ class Dashboard:
         application.router.add_get("/assets/{name}", self._asset)
         application.router.add_get("/api/runs", self._list)
         application.router.add_get("/api/trace", self._trace)
+        application.router.add_get("/api/live", self._answer_live)
         application.router.add_get("/api/{question}", self._answer)
         application.router.add_get("/live", self._live)
         application.router.add_get("/metrics", self._metrics)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port)
+            site = web.TCPSite(runner, host, port) if listening is None else web.SockSite(runner, listening)
             try:
                 await site.start()
             except OSError as error:
                 raise UserError(
                     f"cannot serve on {host}:{port}: {error.strerror}. Choose another --listen."
                 ) from None
-            bound = runner.addresses[0][1]
-            shown = f"[{host}]" if ":" in host else host
-            yield f"http://{shown}:{bound}/" + (f"?token={self._token}" if self._token else "")
+            yield shown_address(host, runner.addresses[0][1], self._token)
         finally:
             for follower in list(self._followers):
                 await follower.close()
             await runner.cleanup()
-            self._close()
+            await self._close()
 
     async def _in_thread(self, call: Callable[..., Any], *given: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *given)
@@ -246,10 +153,13 @@ class Dashboard:
     # ---- what is asked
 
     async def _first(self, request: web.Request) -> web.StreamResponse:
-        raise self._web.HTTPFound("/run" if self._runs else "/plan")
+        raise self._web.HTTPFound("/run" if self._has_runs() else "/plan")
+
+    def _has_runs(self) -> bool:
+        return bool(self._runs.all) or self._runs.announced is not None
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
-        if not self._runs:
+        if request.path != "/cluster" and not self._has_runs():
             raise self._web.HTTPFound("/plan")
         return self._file("page.html")
 
@@ -288,17 +198,26 @@ class Dashboard:
         return self._web.Response(body=data, content_type=ASSETS[name], charset="utf-8")  # type: ignore[no-any-return]
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        return self._json(msgspec.json.encode({"runs": [run.name for run in self._runs]}))
+        await self._in_thread(self._runs.look)
+        return self._json(msgspec.json.encode({"runs": [run.name for run in self._runs.all]}))
 
     def _json(self, data: bytes) -> web.StreamResponse:
         return self._web.Response(body=data, content_type="application/json")  # type: ignore[no-any-return]
 
-    def _run(self, request: web.Request) -> _Run:
-        number = request.query.get("run", "0")
-        if not number.isdecimal() or len(number) > 4 or int(number) >= len(self._runs):
-            known = f"there are runs 0 to {len(self._runs) - 1}" if self._runs else "no run was named"
-            raise self._web.HTTPNotFound(text=f"{known}\n")
-        return self._runs[int(number)]
+    def _run(self, request: web.Request) -> ShownRun:
+        number, runs = request.query.get("run", "0"), self._runs.all
+        if not number.isdecimal() or len(number) > 4 or int(number) >= len(runs):
+            none = "no run was named" if self._runs.announced is None else "no run has begun yet"
+            raise self._web.HTTPNotFound(text=f"{f'there are runs 0 to {len(runs) - 1}' if runs else none}\n")
+        return runs[int(number)]
+
+    def _lives(self) -> Live:
+        if self._live_view is None:
+            self._live_view = Live()
+        return self._live_view
+
+    async def _answer_live(self, request: web.Request) -> web.StreamResponse:
+        return self._json(msgspec.json.encode(await self._lives().answer()))
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         question = request.match_info["question"]
@@ -319,13 +238,11 @@ class Dashboard:
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         """Answer Prometheus."""
         try:
-            data, kind = await self._in_thread(self._exposition)
+            live = await self._lives().measures()
+            data, kind = await self._in_thread(lambda: exposition([*self._runs.measures(), *live]))
         except UserError as error:
             raise self._web.HTTPServiceUnavailable(text=f"{error}\n") from None
         return self._web.Response(body=data, headers={"Content-Type": kind})  # type: ignore[no-any-return]
-
-    def _exposition(self) -> tuple[bytes, str]:
-        return exposition(one for run in self._runs for one in run.measures())
 
     async def _trace(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -337,8 +254,11 @@ class Dashboard:
         return response
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Say the version of the run each time that it grows; a page asks again for what it shows."""
-        run = self._run(request)
+        """Say the version of the run each time that it grows; a page asks again for what it shows.
+
+        A page of no run hears of those that begin.
+        """
+        run = self._run(request) if self._runs.all else None
         origin = request.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc != request.headers.get("Host"):
             raise self._web.HTTPForbidden(text="pages of other hosts may not follow\n")
@@ -357,24 +277,16 @@ class Dashboard:
             self._followers.discard(follower)
         return follower  # type: ignore[no-any-return]
 
-    async def _tell(self, run: _Run, follower: Any) -> None:
-        told = -1
+    async def _tell(self, run: ShownRun | None, follower: Any) -> None:
+        told: dict[str, int] = {}
         while True:  # until the page is closed
-            version = await self._in_thread(run.update)
-            if version != told:
-                told = version
+            runs = await self._in_thread(self._runs.look)
+            news = {"version": 0 if run is None else await self._in_thread(run.update), "runs": runs}
+            if news != told:
+                told = news
                 with contextlib.suppress(ConnectionError):
-                    await follower.send_json({"version": version})
+                    await follower.send_json(news)
             await asyncio.sleep(REFRESH_S)
-
-
-def is_local(host: str) -> bool:
-    """Whether HOST or HOST:PORT means this machine alone: a foreign name may have been pointed here."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _options(request: web.Request) -> dict[str, str]:

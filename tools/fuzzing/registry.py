@@ -99,6 +99,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/pipeline/program.py": ("pipeline",),
     "training/pipeline/rings.py": ("pipeline.rings",),
     "training/model_actors/actors.py": ("array",),
+    "training/profiler/announcements.py": ("profile.announcements",),
     "training/profiler/lines.py": ("profile.lines",),
     "training/job/records.py": ("metrics.tail",),
     "training/profiler/peak.py": ("profile.peaks",),

@@ -31,6 +31,7 @@ examples:
   srun --ntasks-per-node=1 zbmd-node run train.py   on all nodes of a Slurm step
   srun --ntasks-per-node=1 zbmd-node run --explain train.py   what Slurm says of the nodes
   zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
+  zbmd-node run --dashboard 127.0.0.1:7380 train.py   with pages on its runs
   zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
   zbmd-node run --config job.toml --show-config train.py
   zbmd-node status                          nodes, ranks, actors, restarts
@@ -171,6 +172,16 @@ def begun(
 
     variables: for the ranks. Call it on the main thread, ahead of any loop; see `fork_template`.
     """
+    from zbmd.tools.node.dashboard import opened
+
+    dashboard = opened(settings["dashboard"])  # ahead of the fork: ranks have to know where to announce runs
+    running = _forked(job, settings, bootstrap, variables)
+    return running if dashboard is None else dashboard.beside(running)
+
+
+def _forked(
+    job: JobCommand, settings: Settings, bootstrap: Bootstrap, variables: Mapping[str, str]
+) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     from zbmd.actors.bootstrap.merge import Role
     from zbmd.actors.process.early_template import fork_template
     from zbmd.tools.node.run import host_config, run_job

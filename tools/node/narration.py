@@ -34,6 +34,7 @@ from zbmd.actors.process.exit import USAGE_EXIT_CODE, describe_exit
 from zbmd.actors.replay.process_capture import ProcessCapture
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console, Progress, Recovery
+from zbmd.tools.node.dashboard import note_death
 
 # Reports of a run over several nodes: of this node, of its ranks, and how the job ended.
 
@@ -120,6 +121,7 @@ class RunNarrator:
 
     async def observe(self, event: HostEvent) -> None:
         """Take one event."""
+        note_death(event)
         match event:
             case RankDown():
                 await self._down(event)

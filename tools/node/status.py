@@ -17,13 +17,13 @@ import rich.console
 import rich.table
 import uvloop
 
-from zbmd.actors.cluster.jobs.host_links import find_hosts
 from zbmd.actors.contracts import fingerprints
 from zbmd.actors.rank.host_contracts import HOST_ACTOR, NODE_NAME, NodeStatus, RankStatus, StatusRequest
 from zbmd.actors.system import ActorSystem
 from zbmd.collectives.group.flight_dump import SIGNAL, Dump, dump_path, flight_directory
 from zbmd.tools.cli.options import add_command, by_names
 from zbmd.tools.runs import flights
+from zbmd.tools.telemetry.live import find_nodes
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.identity import Identity
@@ -31,11 +31,6 @@ from zbmd.transport.shm.connect import Endpoint, dial
 
 ASK_S = 2.0
 ACTORS_SHOWN_MAX = 6
-
-
-def find_nodes() -> list[str]:
-    """The addresses of this user's hosts, those of a cluster's jobs as well. Raises `CookieError`."""
-    return find_hosts(load_or_create_cookie())
 
 
 async def ask_node(address: str, index: int) -> NodeStatus | None:

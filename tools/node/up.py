@@ -25,6 +25,7 @@ import zbmd
 from zbmd.actors.cluster.contracts import is_name
 from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
+from zbmd.actors.cluster.jobs.reports import HostEvent, log_hang
 from zbmd.actors.cluster.membership.machine import LEFT
 from zbmd.actors.cluster.node.actors import NodeActors, Start
 from zbmd.actors.cluster.node.client import ASK_S, connect_admin
@@ -46,6 +47,8 @@ from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.process.early_template import EarlyTemplate, fork_template
 from zbmd.actors.process.exit import ending_at_broken_invariant
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
+from zbmd.tools.cli.settings import parse_dashboard
+from zbmd.tools.node.dashboard import note_death, opened
 from zbmd.tools.node.run import MORE_PRELOADS
 from zbmd.tools.node.signals import handling
 from zbmd.tools.node.store import with_store
@@ -66,6 +69,7 @@ from zbmd.transport.handshake.cookie import (
 from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 
 TOKEN_VARIABLE: Final = "ZBMD_TOKEN"
+DASHBOARD_VARIABLE: Final = "ZBMD_DASHBOARD"
 
 EXAMPLES = f"""\
 examples:
@@ -115,6 +119,12 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
         metavar="MODULE[:FUNCTION]",
         help="call FUNCTION(system), default `start`, to start actors on this node; other nodes may spawn "
         "the actor classes of MODULE",
+    )
+    up.add_argument(
+        "--dashboard",
+        metavar="HOST:PORT",
+        default=os.environ.get(DASHBOARD_VARIABLE),
+        help="serve pages there on the runs that ranks of this node begin, and /metrics",
     )
     for name in ("--recovery-budget", "--recovery_budget"):
         hidden = argparse.SUPPRESS if "_" in name else "all deadlines follow from it; default: the cluster's"
@@ -243,10 +253,11 @@ def load_start(text: str) -> Start:
 def main(arguments: argparse.Namespace) -> int:
     """`zbmd-node up`; returns the exit code."""
     config = node_config(arguments)
+    dashboard = None if arguments.dashboard is None else opened(parse_dashboard(arguments.dashboard))
     template = fork_template(PRELOADS, os.environ)
     start = None if arguments.actors is None else load_start(arguments.actors)
-    running = run_node(config, arguments.store, start, template)
-    return uvloop.run(ending_at_broken_invariant(running))
+    running = run_node if dashboard is None else dashboard.beside(run_node)
+    return uvloop.run(ending_at_broken_invariant(running(config, arguments.store, start, template)))
 
 
 PRELOADS: Final = (*PRELOAD, *MORE_PRELOADS)
@@ -298,6 +309,7 @@ async def _run_node(
         captures=settings.directory,
         template=template,
         finder=actors.finder,
+        on_event=_noted,
     )
 
     def end(reason: asyncio.Future[str]) -> None:
@@ -317,6 +329,11 @@ async def _run_node(
         await actors.close()
         await jobs.close()
         capture.close("the node has ended")
+
+
+def _noted(_: int, event: HostEvent) -> None:
+    log_hang(event)
+    note_death(event)
 
 
 def _ranks_host(listen: TcpAddress) -> str:

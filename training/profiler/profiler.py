@@ -24,6 +24,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd._spans import CATEGORIES, PER_UNIT, SpanRecorder
 from zbmd.training.autograd.spans import Span
 from zbmd.training.model.gpt import GPT
+from zbmd.training.profiler.announcements import announce_run
 from zbmd.training.profiler.lines import (
     IDLE,
     LINES_BYTES_MAX,
@@ -325,6 +326,8 @@ def open_profiler(
         peak=None if peak is None else peak / ranks_on_host,
         units=() if model is None else _unit_lines(model, sequences),
     )
+    if wanted == "on":
+        announce_run(directory)
     return Profiler(directory if wanted == "on" else None, run)
 
 

@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
 import structlog
 
@@ -40,7 +40,12 @@ log: Final = structlog.stdlib.get_logger("zbmd.transport.link")
 
 
 class LinkSide(LinkCore, ABC):
-    """See `zbmd.transport.link.interface.Link`. A transport's link derives from this."""
+    """See `zbmd.transport.link.interface.Link`. A transport's link derives from this.
+
+    carrier: what carries its bytes, in a word.
+    """
+
+    carrier: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -171,6 +176,11 @@ class LinkSide(LinkCore, ABC):
             self._schedule_drain()
 
     # -- sending -----------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Return the frames and bytes in the send queue."""
+        return len(self._queue), self._queue_bytes
 
     async def writable(self) -> None:
         """Wait until the send queue is at most half full. Raises `LinkClosed` if the link ends first."""

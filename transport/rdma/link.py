@@ -238,6 +238,8 @@ def _nothing() -> None:
 class RdmaLink(LinkSide):
     """See `zbmd.transport.link.interface.Link`. Made by `rdma.dial` and `rdma.listen`."""
 
+    carrier = "rdma"
+
     def __init__(
         self,
         tcp_link: TcpLink,

@@ -51,6 +51,8 @@ class LinkParts:
 class ShmLink(ShmCore, LinkSide):
     """See `zbmd.transport.link.interface.Link`."""
 
+    carrier = "shm"
+
     def __init__(
         self,
         parts: LinkParts,

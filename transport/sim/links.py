@@ -130,6 +130,8 @@ class SimLink(LinkSide):
     memory before the link, the peer reaches by `open_region`.
     """
 
+    carrier = "simulated"
+
     def __init__(
         self,
         network: Carrier,

@@ -141,6 +141,8 @@ READS_PER_WAKE: Final = 4
 class TcpLink(LinkSide):
     """See `zbmd.transport.link.interface.Link`. Made by `tcp.dial` and `tcp.listen`."""
 
+    carrier = "tcp"
+
     def __init__(
         self,
         ready: Ready,

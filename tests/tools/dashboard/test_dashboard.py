@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from support.jobs.profiles import encoded, life, step
 
+from zbmd.tools.dashboard.access import is_local, token_of
 from zbmd.tools.dashboard.queries import BINS_MAX, QUESTIONS, SPANS_MAX, timeline
-from zbmd.tools.dashboard.server import Dashboard, is_local, token_of
+from zbmd.tools.dashboard.server import Dashboard
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.telemetry.ingest import RunDatabase
 from zbmd.training.profiler.lines import lines_path

@@ -16,7 +16,7 @@ from support.cluster.cluster_nodes import BUDGET, Nodes, Run
 
 from zbmd.actors.core.ref import Monitor, ReasonKind, Ref
 from zbmd.actors.session import Session
-from zbmd.tools.node.top import once
+from zbmd.tools.telemetry.live import once
 from zbmd.transport.errors import UserError, ZbmdError
 
 ACTORS = app.__name__

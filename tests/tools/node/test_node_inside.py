@@ -15,7 +15,8 @@ import rich.console
 from programs import PROGRAMS
 
 from zbmd.actors.hangs.introspection import ActorRow, InsideReply, SupervisorRow
-from zbmd.tools.node.top import ProcessSnapshots, Rates, main, top_table, tree_of
+from zbmd.tools.node.top import main, top_table, tree_of
+from zbmd.tools.telemetry.live import ProcessSnapshots, Rates
 from zbmd.transport.errors import UserError
 
 
@@ -65,6 +66,8 @@ def test_a_running_job_is_looked_into(job: subprocess.Popen[str]) -> None:
     rows = {(p["process"], r["name"]): r for p in host["processes"] for r in p["rows"]}
     assert rows["rank0", "worker"]["handled"] > 0 and rows["rank1", "worker"]["parent"] == "rank1/inner"
     assert ("node", "host") in rows
+    links = {(p["process"], r["process"]): r for p in host["processes"] for r in p["links"]}
+    assert links["rank0", "rank1"]["carrier"] == links["rank1", "node"]["carrier"] == "shm"
 
 
 def test_bad_input_is_told() -> None:

@@ -246,6 +246,44 @@ async function clusterOf() {
   ], found.rows);
 }
 
+const bytes = (value) => value >= 1 << 20 ? `${number(value / (1 << 20), 4)} MiB` : `${number(value / 1024, 4)} KiB`;
+
+async function liveOf() {
+  const found = await ask("live");
+  const body = section("live", "Live", "every node, rank and actor of this user here, or of the cluster", true);
+  if (!found.hosts.length) return empty(body, found.problem || "no job and no node of this user runs here");
+  body.plotted = false;
+  const kept = [...body.querySelectorAll(".scroll")].map((one) => one.scrollTop);
+  const parts = found.hosts.flatMap((host) => {
+    const job = host.job;
+    const words = job === null ? `${host.processes.length} processes`
+      : `epoch ${job.epoch}, ${job.restarts} restarts, on loss ${job.on_loss}, up ${number(job.uptime_s, 4)} s, process ${job.pid}`;
+    const ranks = new Map(host.ranks.map((rank) => [`rank${rank.rank}`, rank]));
+    const answered = new Map(host.processes.map((one) => [one.process, one]));
+    const names = [...new Set([...answered.keys(), ...host.silent, ...ranks.keys()])];
+    const rows = names.map((name) => ({ name, rank: ranks.get(name), one: answered.get(name), silent: host.silent.includes(name) }));
+    const processes = element("div"), actors = element("div");
+    table(processes, [
+      ["process", (row) => row.name], ["state", (row) => row.silent ? "silent" : row.rank?.state ?? "up"],
+      ["pid", (row) => row.rank?.pid, true], ["incarnation", (row) => row.one?.incarnation ?? row.rank?.incarnation, true],
+      ["restarts", (row) => row.rank?.restarts, true], ["memory", (row) => row.rank && bytes(row.rank.memory_bytes), true],
+      ["actors", (row) => row.one?.actors, true], ["waiting", (row) => row.one?.waiting, true],
+      ["in mailboxes", (row) => row.one && bytes(row.one.bytes), true], ["loop held", (row) => row.one?.held, true],
+      ["links", (row) => row.one?.links.map((link) => `${link.process} ${link.carrier}${link.waiting ? ` (${link.waiting} wait)` : ""}`).join(", ")],
+    ], rows);
+    table(actors, [
+      ["process", (row) => row.process], ["actor", (row) => row.name], ["class", (row) => row.class], ["state", (row) => row.state],
+      ["at", (row) => row.at || "–"], ["waiting", (row) => row.waiting, true], ["bytes", (row) => number(row.bytes, 9), true],
+      ["messages a second", (row) => number(row.per_s), true], ["handled", (row) => number(row.handled, 12), true],
+      ["restarts", (row) => row.restarts, true], ["dropped", (row) => row.dropped, true],
+    ], host.actors);
+    const hangs = (job?.hangs ?? []).map((text) => element("p", { class: "bad" }, `no progress: ${text}`));
+    return [element("h3", {}, host.target), element("p", { class: "about" }, words), ...hangs, processes, actors];
+  });
+  body.replaceChildren(...parts);
+  body.querySelectorAll(".scroll").forEach((one, n) => { one.scrollTop = kept[n] ?? 0; });
+}
+
 async function logs() {
   const body = section("events", "Events", "the latest 500", true);
   if (!body.filter) {
@@ -265,7 +303,7 @@ async function logs() {
 const PAGES = {
   run: [summary, losses, goodput, recoveries],
   profiling: [summary, waterfall, utilisation, ranks, slowest, memory, timelineOf],
-  cluster: [clusterOf],
+  cluster: [liveOf, clusterOf],
   logs: [logs],
 };
 
@@ -279,13 +317,18 @@ async function guarded(draw) {
   }
 }
 
+// What needs no run.
+const WITHOUT_RUN = [liveOf];
+const LIVE_MS = 2000;
+let runs = [];
 let drawing = false, again = false;
 async function drawAll() {
   if (drawing) { again = true; return; }
   drawing = true;
   do {
     again = false;
-    for (const draw of PAGES[page] || []) await guarded(draw);
+    for (const draw of PAGES[page] || []) if (runs.length || WITHOUT_RUN.includes(draw)) await guarded(draw);
+    if (!runs.length && page !== "cluster") empty(section("none", "No run yet", "", true), "the ranks have not begun a run yet");
   } while (again);
   drawing = false;
   document.body.dataset.drawn = String(Number(document.body.dataset.drawn || "0") + 1);
@@ -294,9 +337,14 @@ async function drawAll() {
 function follow() {
   const scheme = location.protocol === "https:" ? "wss" : "ws";
   const line = new WebSocket(`${scheme}://${location.host}/live?run=${encodeURIComponent(run)}`);
-  line.addEventListener("message", () => {
+  line.addEventListener("message", async (event) => {
     state.textContent = "live";
     state.className = "";
+    if (JSON.parse(event.data).runs !== runs.length) {
+      const before = runs.length;
+      await guarded(listRuns);
+      if (!before && runs.length) { document.getElementById("none")?.remove(); line.close(); }
+    }
     drawAll();
   });
   line.addEventListener("close", () => {
@@ -306,21 +354,25 @@ function follow() {
   });
 }
 
+async function listRuns() {
+  runs = (await ask("runs")).runs;
+  const choice = document.getElementById("runs");
+  choice.replaceChildren(...runs.map((name, n) => element("option", { value: n }, name)));
+  choice.value = run;
+  choice.hidden = runs.length < 2;
+  document.title = `zbmd: ${runs[Number(run)] ?? ""} ${page}`;
+}
+
 async function begin() {
   for (const link of document.querySelectorAll("nav a")) {
     if (link.pathname === location.pathname) link.className = "here";
     if (params.has("run")) link.search = `?run=${encodeURIComponent(run)}`;
   }
-  const { runs } = await ask("runs");
   const choice = document.getElementById("runs");
-  if (runs.length > 1) {
-    choice.append(...runs.map((name, n) => element("option", { value: n }, name)));
-    choice.value = run;
-    choice.hidden = false;
-    choice.addEventListener("change", () => { location.search = `?run=${choice.value}`; });
-  }
-  document.title = `zbmd: ${runs[Number(run)] ?? ""} ${page}`;
+  choice.addEventListener("change", () => { location.search = `?run=${choice.value}`; });
+  await listRuns();
   follow();
+  if (PAGES[page]?.includes(liveOf)) setInterval(() => { if (!document.hidden) guarded(liveOf); }, LIVE_MS);
 }
 
 guarded(begin);

@@ -56,6 +56,7 @@ from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.model.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
 from zbmd.training.model.weights import load_weights, save_weights
 from zbmd.training.optim.mixed_precision import LossScale
+from zbmd.training.profiler.announcements import read_announcements
 from zbmd.training.profiler.lines import (
     IDLE,
     VERSION,
@@ -551,6 +552,15 @@ def _ring(data: bytes) -> None:
 )
 def _peaks(data: bytes) -> None:
     decode_peaks(data)
+
+
+@target(
+    "profile.announcements",
+    "the runs and deaths that are announced to a dashboard",
+    lambda: (b'{"kind":"run","directory":"/r"}\n{"kind":"lost","rank":1,"incarnation":2,"cause":"killed"}\n',),
+)
+def _announcements(data: bytes) -> None:
+    read_announcements(data)
 
 
 _DATA = "/dev/null/*"

@@ -36,6 +36,7 @@ from zbmd.tools.cli.launch_settings import Settings, stated
 from zbmd.tools.cli.settings import SETTINGS, merge
 from zbmd.tools.node import run_many
 from zbmd.tools.node.cli import begun
+from zbmd.tools.node.dashboard import opened
 from zbmd.tools.node.guard.guards import Guards, follow
 from zbmd.tools.node.guard.messages import address_of_guards
 from zbmd.tools.node.run import JobCommand, check
@@ -265,6 +266,7 @@ def _begun(
     variables = variables_of_ranks(settings, where.variables)
     if bootstrap.role is Role.ALONE or not has_store(where.variables):
         return begun(job, settings, bootstrap, variables)
+    dashboard = opened(settings["dashboard"])
     cookie_fd = make_cookie_file()
     plan = run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
     template = fork_template(run_many.preload_of(plan), run_many.local_variables(plan))
@@ -273,7 +275,7 @@ def _begun(
         async with met(plan, where.facts, where.variables, cookie_fd) as found:
             return await run_many.run_over_nodes(found, template, guards)
 
-    return running
+    return running if dashboard is None else dashboard.beside(running)
 
 
 def variables_of_ranks(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Who may ask the dashboard: this machine on loopback, or whoever has the token."""
+"""Access to the dashboard: for this machine on loopback, elsewhere for requests with a token."""
 
 from __future__ import annotations
 

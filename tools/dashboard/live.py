@@ -1,4 +1,4 @@
-"""What is live, for `/cluster` and `/metrics`: nodes, ranks, actors, links; asked at most once a second."""
+"""The live nodes, ranks, actors and links for `/cluster` and `/metrics`, asked at most once a second."""
 
 from __future__ import annotations
 

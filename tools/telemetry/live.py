@@ -1,4 +1,4 @@
-"""What is live: all processes of a cluster, and of this user's hosts here, are asked for actors and links.
+"""Snapshots of live processes: all of a cluster, and of this user's hosts here, with their actors and links.
 
 `LiveView` asks all; a `Source` is a line to one host or cluster. `zbmd-node top` and the dashboard show it.
 """

@@ -38,7 +38,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class Kind(Enum):
-    """What the values of a metric are."""
+    """The meaning of a metric's values."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

@@ -1,4 +1,4 @@
-"""Which runs a launcher's ranks have begun, and why ranks were lost: lines of a file that the launcher holds.
+"""Announcements of runs that ranks begin, and of ranks that are lost: lines of a file of their launcher.
 
 The file is a memfd of the launcher, which `VARIABLE` names by its path in /proc, so it is gone with it. Ranks
 append the directories of their runs, the launcher the causes of deaths, and its dashboard reads both.
@@ -15,7 +15,7 @@ import msgspec
 
 VARIABLE: Final = "ZBMD_RUNS_FILE"
 FILE_BYTES_MAX: Final = 1 << 20
-"""What would make it longer is not announced."""
+"""Lines that would make it longer are dropped."""
 LINE_BYTES_MAX: Final = 8192
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.cluster.etcd_server import free_ports
 from support.jobs.profiles import encoded, life, step
+from support.processes.polling import pause
 
 from zbmd.tools.dashboard.server import Dashboard
 from zbmd.tools.telemetry.ingest import RunDatabase
@@ -32,7 +33,7 @@ with_prometheus = pytest.mark.skipif(
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What is in an answer, by name and labels, as Prometheus' own parser reads it."""
+    """The values of an answer by name and labels, as Prometheus' own parser reads it."""
     return {
         (one.name, frozenset(one.labels.items())): one.value
         for family in parser.text_string_to_metric_families(text)
@@ -186,4 +187,4 @@ async def _queried(session: Any, port: int, query: str) -> dict[str, Any]:
                 return first
         except (aiohttp.ClientConnectionError, json.JSONDecodeError):
             pass  # it is still starting
-        await asyncio.sleep(0.1)
+        await pause()

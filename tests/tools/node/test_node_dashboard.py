@@ -16,6 +16,7 @@ import pytest
 from programs import PROGRAMS
 from support.cluster.cluster_nodes import Nodes
 from support.jobs.two_ranks import MODEL
+from support.processes.polling import pause
 
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.profiler.announcements import (
@@ -60,7 +61,7 @@ async def until(address: str, what: str, holds: Callable[[Any], Any]) -> Any:
                         return found
                 except aiohttp.ClientError as error:  # the dashboard is being started again
                     last = error
-                await asyncio.sleep(0.1)
+                await pause()
     except TimeoutError:
         pytest.fail(f"{what} never was as expected: {last}")
 

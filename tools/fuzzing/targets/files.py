@@ -557,7 +557,7 @@ def _peaks(data: bytes) -> None:
 @target(
     "profile.announcements",
     "the runs and deaths that are announced to a dashboard",
-    lambda: (b'{"kind":"run","directory":"/r"}\n{"kind":"lost","rank":1,"incarnation":2,"cause":"killed"}\n',),
+    lambda: (b'{"kind":"run","directory":"/r"}\n{"kind":"lost","rank":1,"incarnation":2,"cause":"x"}\n',),
 )
 def _announcements(data: bytes) -> None:
     read_announcements(data)

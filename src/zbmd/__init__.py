@@ -60,6 +60,7 @@ with lazy_imports(globals(), "__version__", "run"):
     from zbmd.training.model_actors.slot import ActorSlot as ActorSlot
     from zbmd.training.model_actors.slot import RestartsExhausted as RestartsExhausted
     from zbmd.training.model_actors.slot import SlotActor as SlotActor
+    from zbmd.training.profiler import metrics as metrics
     from zbmd.transport.errors import DeadlineExceeded as DeadlineExceeded
     from zbmd.transport.errors import PeerLost as PeerLost
     from zbmd.transport.errors import UserError as UserError

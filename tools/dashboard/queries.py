@@ -5,12 +5,14 @@ A curve of more steps than a screen has columns is drawn in bins: each value is 
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from zbmd.actors.cluster.local_deaths import boot_id
+from zbmd.tools.telemetry.measures import USER_SERIES_MAX
 from zbmd.tools.telemetry.schema import PHASES
 
 BINS_MAX: Final = 400
@@ -172,6 +174,37 @@ def curves(connection: sqlite3.Connection) -> Answer:
     return found
 
 
+def user_metrics(connection: sqlite3.Connection) -> Answer:
+    """Return the metrics of `zbmd.metrics`, over all ranks.
+
+    They are the sum of a counter, the mean of a gauge's latest values, and of a histogram the mean and the
+    number of values.
+    """
+    rows = connection.execute(
+        "SELECT name, labels, kind, rank, value, counts FROM user_metrics WHERE value IS NOT NULL "
+        "ORDER BY name, labels, began_ns LIMIT ?",
+        (USER_SERIES_MAX,),
+    ).fetchall()
+    found: dict[tuple[str, str, str], Answer] = {}
+    for name, labels, kind, rank, value, counts in rows:
+        words = ", ".join(f"{label}={text}" for label, text in json.loads(labels))
+        row = found.setdefault((name, words, kind), {"count": 0, "total": 0.0, "latest": {}})
+        row["total"] += value
+        row["count"] += sum(json.loads(counts)) if counts else 0
+        row["latest"][rank] = value
+    shown: list[Answer] = []
+    for (name, words, kind), row in list(found.items())[:EVENTS_MAX]:
+        latest = row["latest"].values()
+        value = row["total"]
+        if kind == "gauge":
+            value = sum(latest) / len(latest)
+        elif kind == "histogram":
+            value = row["total"] / row["count"] if row["count"] else None
+        count = row["count"] if kind == "histogram" else None
+        shown.append({**{"name": name, "labels": words, "kind": kind}, "value": value, "count": count})
+    return {"rows": shown}
+
+
 def events(connection: sqlite3.Connection) -> Answer:
     """Return the latest events, oldest first, each with the last step that had begun by then."""
     rows = connection.execute(
@@ -198,7 +231,7 @@ def cluster(connection: sqlite3.Connection) -> Answer:
     names = ("rank", "incarnation", "host", "pid", "boot_id", "began_ns", "processor", "dtype", "threads")
     more = ("gflops_peak", "step", "restarts", "last_death")
     here = boot_id()
-    found = [dict(zip((*names, *more), row, strict=True)) for row in rows]
+    found: list[Answer] = [dict(zip((*names, *more), row, strict=True)) for row in rows]
     for row in found:
         is_here = row.pop("boot_id") == here
         row["state"] = (
@@ -244,6 +277,7 @@ QUESTIONS: Final[dict[str, Callable[[sqlite3.Connection], Answer]]] = {
     "slowest_ops": slowest_ops,
     "memory": memory,
     "curves": curves,
+    "user_metrics": user_metrics,
     "events": events,
     "cluster": cluster,
 }

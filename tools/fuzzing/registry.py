@@ -102,6 +102,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/profiler/announcements.py": ("profile.announcements",),
     "training/profiler/lines.py": ("profile.lines",),
     "training/job/records.py": ("metrics.tail",),
+    "training/profiler/metrics.py": ("profile.metrics",),
     "training/profiler/peak.py": ("profile.peaks",),
     "training/profiler/ring.py": ("profile.spans",),
     "training/checkpoint/formats/tensors.py": ("formats.meta",),
@@ -138,6 +139,8 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 EXEMPT: Final[Mapping[str, str]] = {
     "tools/runs/snapshots.py": "reads the recipe that the run has written",
+    "tools/dashboard/queries.py": "reads JSON that ingest.py has written into the database",
+    "tools/telemetry/measures.py": "reads JSON that ingest.py has written into the database",
     "tools/telemetry/ingest.py": "reads records of a run; test_database.py gives it damaged ones",
     "training/job/checkpoints.py": "makes a number of a digest of its own",
     "transport/bulk/stripe_io.py": "receives for the reader of stream.py, asks the kernel of its own socket",

@@ -31,6 +31,8 @@ from zbmd.training.profiler.lines import (
     StepLine,
     old_path,
 )
+from zbmd.training.profiler.metrics import FILE_BYTES_MAX as METRICS_BYTES_MAX
+from zbmd.training.profiler.metrics import SeriesLine, decode_metrics
 from zbmd.training.profiler.ring import Spans, read_ring
 from zbmd.transport.errors import UserError
 
@@ -54,6 +56,17 @@ def insert(table: str, columns: Iterable[str], *, or_else: str = "IGNORE") -> st
 _ADD_STEP: Final = insert("step_timing", _STEP_COLUMNS)
 _ADD_EVENT: Final = insert(
     "events", ("identity", "at_ns", "kind", "rank", "incarnation", "step", "duration_ns", "text")
+)
+
+_PUT_USER_METRIC: Final = insert(
+    "user_metrics",
+    (
+        *("rank", "incarnation", "began_ns", "name", "labels", "kind", "about", "value"),
+        "bounds",
+        "counts",
+        "at_ns",
+    ),
+    or_else="REPLACE",
 )
 
 
@@ -113,7 +126,8 @@ class RunDatabase:
         """
         paths = sorted((self.directory / PROFILE_DIRECTORY).glob("rank*.jsonl"))
         metrics = self.directory / METRICS_NAME
-        if not paths and not metrics.exists():
+        of_users = sorted((self.directory / PROFILE_DIRECTORY).glob("rank*.metrics.json"))
+        if not paths and not of_users and not metrics.exists():
             raise UserError(
                 f"{self.directory} holds neither a profile nor {METRICS_NAME}: it is not the directory of a "
                 "run, or the run had ZBMD_PROFILE=off."
@@ -127,6 +141,8 @@ class RunDatabase:
             for lines, _ in self._new_lines(metrics, None):
                 with self._transaction():
                     self._take_metrics(metrics, lines)
+            for path in of_users:
+                self._take_user_metrics(path)
             if spans:
                 for path in sorted((self.directory / PROFILE_DIRECTORY).glob("rank*.spans")):
                     self._take_spans(path)
@@ -294,6 +310,23 @@ class RunDatabase:
         self.connection.executemany(insert("metrics", ("name", "step", "value"), or_else="REPLACE"), rows)
         self._read_to(path, lines, None, damaged)
 
+    def _take_user_metrics(self, path: Path) -> None:
+        """Take a file that has been replaced since it was read."""
+        status = path.stat()
+        if self._source(path)[:2] == (status.st_ino, status.st_mtime_ns):
+            return
+        position, damaged = Position(status.st_ino, status.st_mtime_ns), 0
+        rows: list[Row] = []
+        try:
+            found = decode_metrics(path.read_bytes() if status.st_size <= METRICS_BYTES_MAX else b"")
+            process = (found.rank, found.incarnation, found.began_ns)
+            rows = [(*process, *_of_series(one), found.at_ns) for one in found.series]
+        except (ValueError, RecursionError):
+            damaged = 1
+        with self._transaction():
+            self.connection.executemany(_PUT_USER_METRIC, rows)
+            self._read_to(path, Lines([], position, is_new_file=True), None, damaged)
+
     def _take_spans(self, path: Path) -> None:
         spans = read_ring(path)
         run = spans.run
@@ -386,6 +419,13 @@ class RunDatabase:
             self.connection.execute("ROLLBACK")
             raise
         self.connection.execute("COMMIT")
+
+
+def _of_series(one: SeriesLine) -> Row:
+    labels, is_histogram = msgspec.json.encode(one.labels).decode(), one.kind == "histogram"
+    bounds, counts = (msgspec.json.encode(each).decode() for each in (one.bounds, one.counts))
+    parts = (bounds, counts) if is_histogram and len(one.counts) == len(one.bounds) + 1 else (None, None)
+    return (one.name, labels, one.kind, one.about, one.value, *parts)
 
 
 def _step_row(here: _Incarnation, line: StepLine) -> Row:

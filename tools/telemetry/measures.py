@@ -7,6 +7,7 @@ database adds up old steps. Labels are bounded: run, rank, phase, cause, and the
 from __future__ import annotations
 
 import importlib
+import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ SECONDS: Final = (
 """Upper bounds of the buckets of a histogram of seconds; one more takes the rest."""
 RANKS_MAX: Final = 1_024
 NAMES_MAX: Final = 256
+USER_SERIES_MAX: Final = 65_536
+"""Of `zbmd.metrics`, over all ranks and processes."""
 BATCH_ROWS: Final = 50_000
 AGAIN_STEPS: Final = 64
 """A rank repeats at most so many steps after a loss."""
@@ -112,6 +115,7 @@ class RunMeasures:
             *self._of_steps(connection),
             *self._of_events(connection, causes or {}),
             *self._of_metrics(connection),
+            *self._of_users(connection),
             *self._of_files(),
         ]
 
@@ -249,6 +253,28 @@ class RunMeasures:
             [(self._labels(name=name), value) for name, value in found],
         )  # fmt: skip
 
+    def _of_users(self, connection: sqlite3.Connection) -> Iterable[Measure]:
+        """The metrics of `zbmd.metrics`: of all processes that were a rank, a gauge of the latest."""
+        rows = connection.execute(
+            "SELECT name, kind, about, rank, labels, value, bounds, counts FROM user_metrics "
+            "WHERE rank < ? AND value IS NOT NULL AND (kind != 'histogram' OR counts IS NOT NULL) "
+            "ORDER BY began_ns, name LIMIT ?",
+            (RANKS_MAX, USER_SERIES_MAX),
+        ).fetchall()
+        found: dict[tuple[str, Kind], tuple[str, dict[Labels, float | Counts]]] = {}
+        for name, kind_name, about, rank, labels, value, bounds, counts in rows:
+            kind = Kind(kind_name)
+            pairs = tuple((label, text) for label, text in json.loads(labels))
+            key: Labels = (*self._labels(rank=rank), *pairs)
+            _, samples = found.setdefault((name, kind), (about, {}))
+            known = samples.get(key)
+            now: float | Counts = value
+            if kind is Kind.HISTOGRAM:
+                now = Counts(tuple(json.loads(bounds)), tuple(json.loads(counts)), value)
+            samples[key] = now if kind is Kind.GAUGE or known is None else _sum(known, now)
+        for (name, kind), (about, samples) in sorted(found.items(), key=lambda one: one[0][0]):
+            yield self._measure(f"user_{name}", kind, about or name, list(samples.items()))
+
     def _of_files(self) -> Iterable[Measure]:
         """When the newest checkpoint that is named in the run's directory was completed."""
         try:
@@ -266,6 +292,18 @@ class RunMeasures:
         name: str, kind: Kind, about: str, samples: Sequence[tuple[Labels, float | Counts]]
     ) -> Measure:
         return Measure(f"zbmd_{name}", kind, about, tuple(samples))
+
+
+def _sum(one: float | Counts, other: float | Counts) -> float | Counts:
+    """Return the sum of a counter or histogram over two processes; buckets that differ: of the later one."""
+    if isinstance(one, Counts) and isinstance(other, Counts):
+        if one.bounds != other.bounds:
+            return other
+        counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
+        return Counts(one.bounds, counts, one.total + other.total)
+    if isinstance(one, Counts) or isinstance(other, Counts):
+        return other
+    return one + other
 
 
 def merged(measures: Iterable[Measure]) -> list[Measure]:

@@ -15,7 +15,7 @@ from zbmd.training.profiler.lines import IDLE
 from zbmd.transport.errors import UserError
 
 DATABASE_NAME: Final = "run.db"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """`PRAGMA user_version`."""
 APPLICATION_ID: Final = 0x7A626D64
 """`PRAGMA application_id`: "zbmd"."""
@@ -117,6 +117,21 @@ CREATE TABLE metrics (  -- loss, grad_norm, learning_rate, tokens_per_s, …: as
     value REAL,  -- NULL: not finite
     PRIMARY KEY (name, step)
 ) WITHOUT ROWID""",
+    "user_metrics": """
+CREATE TABLE user_metrics (  -- counters, gauges and histograms of zbmd.metrics: the latest of each process
+    rank INTEGER NOT NULL,
+    incarnation INTEGER NOT NULL,
+    began_ns INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    labels TEXT NOT NULL,  -- JSON: [[name, value], …]
+    kind TEXT NOT NULL,  -- counter, gauge, histogram
+    about TEXT NOT NULL,
+    value REAL,  -- of a histogram, the sum; NULL: not finite
+    bounds TEXT,  -- JSON: of a histogram
+    counts TEXT,  -- JSON: of a histogram, one more than bounds
+    at_ns INTEGER NOT NULL,
+    PRIMARY KEY (rank, incarnation, began_ns, name, labels)
+) WITHOUT ROWID""",
     "sources": """
 CREATE TABLE sources (  -- the files that were read, and how far
     path TEXT PRIMARY KEY,
@@ -157,6 +172,8 @@ def open_database(directory: Path) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         raise UserError(f"{path} is no database of a run ({error}): remove it; it is made again.") from None
     (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == SCHEMA_VERSION - 1:
+        version = _add_user_metrics(connection)
     if version != SCHEMA_VERSION:
         connection.close()
         raise UserError(
@@ -164,6 +181,18 @@ def open_database(directory: Path) -> sqlite3.Connection:
             "it is made again from the run's own files."
         )
     return connection
+
+
+def _add_user_metrics(connection: sqlite3.Connection) -> int:
+    """Make a file of version 1 one of version 2; return its version."""
+    connection.execute("BEGIN IMMEDIATE")  # another process may do the same
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == SCHEMA_VERSION - 1:
+        connection.execute(TABLES["user_metrics"])
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        version = SCHEMA_VERSION
+    connection.execute("COMMIT")
+    return int(version)
 
 
 def _connect(name: str) -> sqlite3.Connection:

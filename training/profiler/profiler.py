@@ -24,7 +24,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd._spans import CATEGORIES, PER_UNIT, SpanRecorder
 from zbmd.training.autograd.spans import Span
 from zbmd.training.model.gpt import GPT
-from zbmd.training.profiler.announcements import announce_run
+from zbmd.training.profiler import metrics
 from zbmd.training.profiler.lines import (
     IDLE,
     LINES_BYTES_MAX,
@@ -123,6 +123,7 @@ class Profiler:
         self.last: StepLine | None = None
         """The step that ended last."""
         self._held: ActivationPeak | None = None
+        self._records_metrics = directory is not None
         self._followed: dict[int, tuple[int, Group]] = {}
         self._file: RingFile | None = None
         self._lines: int | None = None
@@ -130,6 +131,7 @@ class Profiler:
         self._size = 0
         if directory is not None:
             self._open(directory)
+            metrics.record_to(directory)
         buffer = bytearray(RING_BYTES) if self._file is None else self._file.ring
         self._recorder = SpanRecorder(buffer, len(run.units))
         self._named = 0
@@ -197,6 +199,9 @@ class Profiler:
     def close(self) -> None:
         """End the step and close the files. Idempotent."""
         self.end_step()
+        if self._records_metrics:
+            self._records_metrics = False
+            metrics.stop()
         self._recorder.release()
         if self._file is not None:
             self._file.close()
@@ -326,8 +331,6 @@ def open_profiler(
         peak=None if peak is None else peak / ranks_on_host,
         units=() if model is None else _unit_lines(model, sequences),
     )
-    if wanted == "on":
-        announce_run(directory)
     return Profiler(directory if wanted == "on" else None, run)
 
 

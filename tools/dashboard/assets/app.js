@@ -213,6 +213,15 @@ async function losses() {
   }
 }
 
+async function userMetrics() {
+  const found = await ask("user_metrics");
+  if (!found.rows.length) return;
+  table(section("own", "Metrics of the program", "zbmd.metrics, over all ranks: sums of counters, means of gauges and histograms", true), [
+    ["name", (row) => row.name], ["labels", (row) => row.labels || "–"], ["kind", (row) => row.kind],
+    ["value", (row) => number(row.value, 6), true], ["values", (row) => row.count === null ? "–" : number(row.count, 12), true],
+  ], found.rows);
+}
+
 async function goodput() {
   const body = section("goodput", "Goodput", "each second of each rank has one cause", true);
   const found = await ask("goodput");
@@ -301,7 +310,7 @@ async function logs() {
 // ---- the page
 
 const PAGES = {
-  run: [summary, losses, goodput, recoveries],
+  run: [summary, losses, userMetrics, goodput, recoveries],
   profiling: [summary, waterfall, utilisation, ranks, slowest, memory, timelineOf],
   cluster: [liveOf, clusterOf],
   logs: [logs],

@@ -68,6 +68,7 @@ from zbmd.training.profiler.lines import (
     read_profiles,
     summary_of,
 )
+from zbmd.training.profiler.metrics import decode_metrics
 from zbmd.training.profiler.peak import MachineDescription, decode_peaks
 from zbmd.training.profiler.ring import (
     MAGIC,
@@ -561,6 +562,18 @@ def _peaks(data: bytes) -> None:
 )
 def _announcements(data: bytes) -> None:
     read_announcements(data)
+
+
+@target(
+    "profile.metrics",
+    "the metrics of a user's program",
+    lambda: (
+        b'{"rank":0,"incarnation":1,"began_ns":1,"at_ns":2,"series":[["a","counter","",[["b","c"]],1.5]]}',
+    ),
+)
+def _metrics(data: bytes) -> None:
+    with contextlib.suppress(ValueError, RecursionError):
+        decode_metrics(data)
 
 
 _DATA = "/dev/null/*"

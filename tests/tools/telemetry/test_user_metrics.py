@@ -1,0 +1,165 @@
+"""`zbmd.metrics`: what a program counts reaches the run's database, also from ranks that are killed."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import PROGRAMS
+
+import zbmd
+from zbmd.tools.dashboard.queries import user_metrics
+from zbmd.tools.telemetry.ingest import RunDatabase
+from zbmd.tools.telemetry.measures import Counts, RunMeasures
+from zbmd.tools.telemetry.schema import DATABASE_NAME, SCHEMA_VERSION
+from zbmd.training.profiler import metrics
+from zbmd.training.profiler.metrics import NAMES_MAX, SERIES_MAX, Registry, decode_metrics, metrics_path
+from zbmd.transport.errors import UserError
+
+if TYPE_CHECKING:
+    from support.processes.launcher import Launcher
+
+
+def shown(database: RunDatabase) -> dict[str, float | Counts]:
+    """The values by name and labels, but for the run."""
+    return {
+        " ".join((one.name.removeprefix("zbmd_user_"), *(f"{k}={v}" for k, v in labels[1:]))): value
+        for one in RunMeasures("run", database.directory).collect(database.connection)
+        if one.name.startswith("zbmd_user_")
+        for labels, value in one.samples
+    }
+
+
+def test_a_rank_counts_and_when_it_is_killed_the_next_goes_on_from_what_it_had_written(
+    launcher: Launcher,
+) -> None:
+    ended = launcher.run("run", "-n", "1", str(PROGRAMS / "node" / "counts.py"))
+    assert ended.code == 0, str(ended)
+    with RunDatabase(launcher.directory / "run") as database:
+        database.update()
+        assert shown(database) == {
+            "rows_read rank=0 source=web": 10 + 11,
+            "depth rank=0": 2,
+            "fetch_seconds rank=0": Counts((0.5, 1.0), (2, 2, 2), 8.5),
+        }
+        rows = {
+            row["name"]: (row["value"], row["count"]) for row in user_metrics(database.connection)["rows"]
+        }
+        assert rows == {"rows_read": (21, None), "depth": (2, None), "fetch_seconds": (8.5 / 6, 6)}
+        before = database.connection.total_changes
+        database.update()
+        assert database.connection.total_changes == before, "a file that is read is not read again"
+
+
+def test_a_thread_writes_what_changes_and_a_fork_writes_nothing(tmp_path: Path) -> None:
+    program = """
+        import os, sys, time
+        import zbmd
+        rows = zbmd.metrics.counter("rows")
+        zbmd.metrics.record_to(sys.argv[1])
+        rows.add(1)
+        if (child := os.fork()) == 0:
+            rows.add(100)
+            zbmd.metrics.flush()
+            sys.exit()
+        os.waitpid(child, 0)
+        rows.add(1)
+        print("counted", flush=True)
+        sys.stdin.read()
+        os.kill(os.getpid(), 9)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    path = metrics_path(tmp_path, 3, 1)
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**{k: v for k, v in os.environ.items() if not k.startswith("ZBMD_")}, "RANK": "3"},
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"counted\n"
+        looking = threading.Event()
+        while not path.exists() or decode_metrics(path.read_bytes()).series[0].value != 2:
+            assert not looking.wait(0.02) and process.poll() is None
+        process.communicate(b"")
+    assert process.returncode == -9
+    with RunDatabase(tmp_path) as database:
+        database.update()
+        assert shown(database) == {"rows rank=3": 2}
+
+
+def test_what_one_process_may_have_is_bounded(tmp_path: Path) -> None:
+    registry = Registry()
+    for n in range(NAMES_MAX + 50):
+        registry.get(metrics.Counter(), f"name_{n}", "", None, ()).add()
+    for n in range(SERIES_MAX + 50):
+        registry.get(metrics.Counter(), "name_0", "", {"n": str(n)}, ()).add()
+    registry.record_to(tmp_path, 0, 1)
+    registry.stop()
+    written = decode_metrics(metrics_path(tmp_path, 0, 1).read_bytes()).series
+    assert len(written) == SERIES_MAX and len({one.name for one in written}) == NAMES_MAX
+
+
+def test_the_same_arguments_are_the_same_instrument_in_all_threads() -> None:
+    def count() -> None:
+        for _ in range(1000):
+            zbmd.metrics.counter("test_shared", labels={"a": "1"}).add(2)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert zbmd.metrics.counter("test_shared", labels={"a": "1"})._total == 8000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: zbmd.metrics.counter("rows read"), "expected a letter"),
+        (lambda: zbmd.metrics.counter("a" * 129), "expected a letter"),
+        (lambda: zbmd.metrics.counter("a", labels={"rank": "1"}), "not one of le, rank, run"),
+        (lambda: zbmd.metrics.counter("a", labels={"b": "x" * 257}), "at most 256 characters"),
+        (lambda: zbmd.metrics.gauge("a", labels={f"l{n}": "" for n in range(9)}), "8 labels"),
+        (lambda: zbmd.metrics.histogram("a", buckets=(2, 1)), "growing bounds"),
+        (lambda: zbmd.metrics.histogram("a", buckets=()), "growing bounds"),
+        (lambda: zbmd.metrics.histogram("a", buckets=(1, float("inf"))), "growing bounds"),
+        (lambda: zbmd.metrics.counter("test_up").add(-1), "Use a gauge"),
+        (lambda: [zbmd.metrics.counter("test_k"), zbmd.metrics.gauge("test_k")], "it is a counter already"),
+    ],
+)
+def test_what_cannot_be_counted(wrong: object, words: str) -> None:
+    assert callable(wrong)
+    with pytest.raises(UserError, match=words):
+        wrong()
+
+
+def test_a_damaged_file_is_left_out_and_a_value_that_is_not_finite_shows_nothing(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.get(metrics.Gauge(), "good", "", None, ()).set(1)
+    registry.get(metrics.Gauge(), "bad", "", None, ()).set(float("nan"))
+    registry.record_to(tmp_path, 0, 1)
+    registry.stop()
+    metrics_path(tmp_path, 1, 1).write_bytes(b'{"rank":1')
+    with RunDatabase(tmp_path) as database:
+        database.update()
+        assert shown(database) == {"good rank=0": 1}
+        assert database.connection.execute("SELECT sum(damaged_lines) FROM sources").fetchone() == (1,)
+
+
+def test_a_database_of_the_version_before_is_added_to(tmp_path: Path) -> None:
+    with RunDatabase(tmp_path):
+        pass
+    with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
+        connection.execute("DROP TABLE user_metrics")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+    connection.close()
+    with RunDatabase(tmp_path) as database:
+        assert database.connection.execute("SELECT count(*) FROM user_metrics").fetchone() == (0,)
+        assert database.connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)

@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   zbmd dashboard zbmd-runs/demo
   zbmd query zbmd-runs/demo "select rank, avg(wall_ns) from step_timing group by rank"
   zbmd export zbmd-runs/demo --format parquet
+  zbmd export zbmd-runs/demo --format otlp --endpoint http://collector:4318
   zbmd replay run.zlog --until hang
   zbmd flights --trace flights.json
   zbmd sim hunt --minutes 2

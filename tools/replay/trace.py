@@ -140,7 +140,7 @@ class _Trace:
             self._slice(*key, name, began_us, at_us, {**told, "error": fields.get("error")})
 
     def _frame(self, entry: Entry, record: FrameIn | FrameOut, where: tuple[int, int, float]) -> None:
-        name = _frame_name(record)
+        name = frame_name(record)
         pid, tid, at_us = where
         self._events.slice(pid, tid, name, at_us, at_us + FRAME_SLICE_US)
         if isinstance(record, FrameOut):
@@ -168,7 +168,8 @@ def _track(declared: StreamDeclared) -> str:
     return f"link {declared.name}" if declared.machine == LINK else declared.name
 
 
-def _frame_name(record: FrameIn | FrameOut) -> str:
+def frame_name(record: FrameIn | FrameOut) -> str:
+    """Return the name of a frame: what is done with its message, and the contract."""
     envelope = envelope_of(record)
     if isinstance(envelope, wire.Tell | wire.Ask | wire.Reply):
         return f"{type(envelope).__name__.lower()} {body_text(envelope.body).partition('(')[0]}"

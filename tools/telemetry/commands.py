@@ -7,9 +7,12 @@ import contextlib
 import csv
 import importlib
 import io
+import os
 import re
+import signal
 import sqlite3
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +30,9 @@ ROWS_SHOWN: Final = 1000
 """`--limit` of a query."""
 CELL_CHARACTERS_MAX: Final = 120
 BATCH_ROWS: Final = 50_000
-FORMATS: Final = ("csv", "parquet", "chrome", "perfetto")
+FORMATS: Final = ("csv", "parquet", "chrome", "perfetto", "otlp")
+ENDPOINT_DEFAULT: Final = "http://127.0.0.1:4318"
+FOLLOW_S: Final = 5.0
 EXPORTED: Final = tuple(name for name in TABLES if name != "sources")
 
 
@@ -55,18 +60,34 @@ def add_telemetry(commands: Any) -> None:
     export = add_command(
         commands,
         "export",
-        "write the database of a run as CSV or Parquet, or its spans as a trace",
+        "write the database of a run as CSV or Parquet, its spans as a trace, or send all to OpenTelemetry",
         description="Write the tables of a run into a directory, a file each, or its spans as one trace, to "
-        "open at https://ui.perfetto.dev.",
+        "open at https://ui.perfetto.dev; or send its metrics, events and spans to an OpenTelemetry "
+        "collector.",
         examples=(
             "zbmd export zbmd-runs/demo --format parquet -o demo.parquet",
             "zbmd export zbmd-runs/demo --format perfetto -o trace.json",
+            "zbmd export zbmd-runs/demo --format otlp --endpoint http://collector:4318 --follow",
         ),
     )
     export.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
     export.add_argument("--format", choices=FORMATS, default="csv", help="(default: %(default)s)")
     export.add_argument(
         "-o", "--out", type=Path, metavar="PATH", help="directory, or file of a trace (default: in RUN)"
+    )
+    of_otlp = export.add_argument_group("with --format otlp")
+    of_otlp.add_argument(
+        "--endpoint",
+        default=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ENDPOINT_DEFAULT),
+        metavar="URL",
+        help="collector that receives OTLP over HTTP (default: OTEL_EXPORTER_OTLP_ENDPOINT, or "
+        f"{ENDPOINT_DEFAULT})",
+    )
+    of_otlp.add_argument(
+        "--follow", action="store_true", help=f"go on with what is new, every {FOLLOW_S:g} s, until Ctrl-C"
+    )
+    of_otlp.add_argument(
+        "--capture", type=Path, metavar="DIR", help="send the messages in a capture of the run, too"
     )
     export.set_defaults(run_command=_export)
 
@@ -148,6 +169,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.format in ("chrome", "perfetto"):
         write_trace([run], arguments.out)
         return 0
+    if arguments.format == "otlp":
+        return _export_otlp(arguments)
     directory: Path = arguments.out or run / "export"
     write = _write_csv if arguments.format == "csv" else _parquet_writer()
     with RunDatabase(run) as database:
@@ -155,6 +178,31 @@ def _export(arguments: argparse.Namespace) -> int:
         for table in EXPORTED:
             write(database.connection, table, directory / f"{table}.{arguments.format}")
     print(f"{directory}: {len(EXPORTED)} tables")
+    return 0
+
+
+def _export_otlp(arguments: argparse.Namespace) -> int:
+    from zbmd.tools.telemetry.otlp import OtlpExport
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM) if arguments.follow else ():
+        signal.signal(number, lambda *_: ended.set())
+    export = OtlpExport(arguments.run, arguments.endpoint)
+    with contextlib.closing(export), RunDatabase(arguments.run) as database:
+        database.update(spans=True)
+        sent = export.export(database)
+        if arguments.capture is not None:
+            sent += export.messages(arguments.capture)
+        if arguments.follow:
+            print(f"{arguments.endpoint}: {sent.spans} spans, {sent.logs} logs; Ctrl-C ends it", flush=True)
+        while arguments.follow and not ended.is_set():
+            ended.wait(FOLLOW_S)
+            database.update(spans=True)
+            try:
+                sent += export.export(database)
+            except UserError as error:  # it may be back the next time
+                print(f"zbmd: {error} It is tried again.", file=sys.stderr, flush=True)
+    print(f"{arguments.endpoint}: {sent.spans} spans, {sent.logs} logs, {sent.metrics} values of metrics")
     return 0
 
 

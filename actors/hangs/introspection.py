@@ -22,9 +22,11 @@ ROWS_MAX = 1024
 """Actors of a process that are listed; the others are counted."""
 SUPERVISORS_ASKED_MAX = 256
 LINKS_SHOWN_MAX = 1024
+RUNS_MAX = 8
 ASK_S = 1.0
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
+Directory = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class InsideRequest(Contract, id="zbmd.inside.request"):
@@ -88,6 +90,18 @@ class InsideReply(Contract, id="zbmd.inside.reply", version=2, compatible_from=1
     rows: Annotated[tuple[ActorRow, ...], msgspec.Meta(max_length=ROWS_MAX)]
     supervisors: Annotated[tuple[SupervisorRow, ...], msgspec.Meta(max_length=SUPERVISORS_ASKED_MAX)]
     links: Annotated[tuple[LinkRow, ...], msgspec.Meta(max_length=LINKS_SHOWN_MAX)] = ()
+    runs: Annotated[tuple[Directory, ...], msgspec.Meta(max_length=RUNS_MAX)] = ()
+    """The directories of the runs that the process takes part in; the latest ones."""
+
+
+_runs: list[str] = []
+
+
+def note_run(directory: str) -> None:
+    """Have this process say that it takes part in the run in `directory`."""
+    if directory not in _runs:
+        _runs.append(directory)
+        del _runs[:-RUNS_MAX]
 
 
 class Inside(Actor):
@@ -118,6 +132,7 @@ class Inside(Actor):
             rows=tuple(row(cell) for cell in shown[:ROWS_MAX]),
             supervisors=tuple(found for found in await asyncio.gather(*asked) if found is not None),
             links=tuple(link_row(peer) for peer in self.system.linked()[:LINKS_SHOWN_MAX]),
+            runs=tuple(_runs),
         )
 
     async def _children(self, supervisor: Ref) -> SupervisorRow | None:

@@ -292,6 +292,10 @@ def _job_of(address: str) -> str:
     return scope_of_job(int(address.split("-")[3], 16))
 
 
+ActorRate = tuple[str, ActorRow, float, float, int]
+"""(process, actor, messages a second, turns a second, restarts)"""
+
+
 @dataclass(slots=True)
 class Rates:
     """Difference between one look and the next. restarts: by process and actor."""
@@ -301,11 +305,11 @@ class Rates:
     )
     at_s: dict[str, float] = field(default_factory=dict[str, float])
 
-    def take(self, seen: ProcessSnapshots) -> list[tuple[str, ActorRow, float, float, int]]:
-        """(process, actor, messages a second, turns a second, restarts), the busiest first."""
+    def take(self, seen: ProcessSnapshots) -> list[ActorRate]:
+        """Return the actors with their rates, the busiest first."""
         since_s = seen.at_s - self.at_s.get(seen.address, seen.at_s)
         self.at_s[seen.address] = seen.at_s
-        lines: list[tuple[str, ActorRow, float, float, int]] = []
+        lines: list[ActorRate] = []
         now: dict[tuple[str, str, str, int], tuple[int, int]] = {}
         for reply in seen.replies:
             starts = {c: n for one in reply.supervisors for c, _, n in one.children}

@@ -10,7 +10,7 @@ import importlib
 import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,8 @@ BATCH_ROWS: Final = 50_000
 AGAIN_STEPS: Final = 64
 """A rank repeats at most so many steps after a loss."""
 UNKNOWN: Final = "unknown"
+WAITS: Final = ("comm", "bubble", "idle")
+"""Phases in which a rank waits for others."""
 
 Labels = tuple[tuple[str, str], ...]
 Integers = npt.NDArray[np.int64]
@@ -292,6 +294,51 @@ class RunMeasures:
         name: str, kind: Kind, about: str, samples: Sequence[tuple[Labels, float | Counts]]
     ) -> Measure:
         return Measure(f"zbmd_{name}", kind, about, tuple(samples))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPhases:
+    """The time of a rank's latest steps: ms a step, in all and by phase. slowness: see `compared`."""
+
+    run: str
+    rank: int
+    step: int
+    window: int
+    step_ms: float
+    ms: Mapping[str, float]
+    slowness: float = 1.0
+    is_slow: bool = False
+
+    @property
+    def own_ms(self) -> float:
+        """Return the time in which the rank waits for no other."""
+        return self.step_ms - sum(self.ms.get(phase, 0.0) for phase in WAITS)
+
+    def compared(self, middle_ms: float, slow: float) -> RankPhases:
+        """Return it with its own time as a multiple of `middle_ms`; from `slow` on it is a straggler."""
+        slowness = self.own_ms / middle_ms if middle_ms > 0 else 1.0
+        return replace(self, slowness=slowness, is_slow=slowness >= slow)
+
+
+def latest_phases(connection: sqlite3.Connection, run: str, *, window: int) -> list[RankPhases]:
+    """Return the time of each rank over the last `window` steps of the run."""
+    sums = ", ".join(f"sum({column}) / 1e6 / count(*)" for column in PHASE_COLUMNS)
+    rows = connection.execute(
+        f"SELECT rank, max(step), sum(wall_ns) / 1e6 / count(*), {sums} FROM step_timing "
+        "WHERE step > (SELECT max(step) FROM step_timing) - ? AND rank < ? GROUP BY rank ORDER BY rank",
+        (window, RANKS_MAX),
+    ).fetchall()
+    return [
+        RankPhases(
+            run=run,
+            rank=rank,
+            step=step,
+            window=window,
+            step_ms=step_ms,
+            ms=dict(zip(PHASES, phases, strict=True)),
+        )
+        for rank, step, step_ms, *phases in rows
+    ]
 
 
 def _sum(one: float | Counts, other: float | Counts) -> float | Counts:

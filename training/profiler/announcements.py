@@ -13,6 +13,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from zbmd.actors.hangs.introspection import note_run
+
 VARIABLE: Final = "ZBMD_RUNS_FILE"
 FILE_BYTES_MAX: Final = 1 << 20
 """Lines that would make it longer are dropped."""
@@ -59,10 +61,11 @@ def announce(what: Announcement, environ: Mapping[str, str] | None = None) -> No
 
 def announce_run(directory: Path) -> None:
     """Announce that this rank takes part in the run in `directory`, unless that was announced already."""
+    begun = RunBegun(str(directory.absolute()))
+    note_run(begun.directory)
     path = os.environ.get(VARIABLE)
     if not path:
         return
-    begun = RunBegun(str(directory.absolute()))
     try:
         known = begun in read_announcements(Path(path).read_bytes())
     except OSError:

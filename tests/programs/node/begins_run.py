@@ -16,6 +16,7 @@ async def main() -> None:
         with open_profiler(Path("run"), None, sequences=1) as profiler, profiler.recording():
             profiler.begin_step(1)
             profiler.end_step()
+            print("joined", flush=True)
             await until_done()
 
 

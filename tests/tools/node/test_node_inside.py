@@ -15,7 +15,8 @@ import rich.console
 from programs import PROGRAMS
 
 from zbmd.actors.hangs.introspection import ActorRow, InsideReply, SupervisorRow
-from zbmd.tools.node.top import main, top_table, tree_of
+from zbmd.tools.node.screen import Screen
+from zbmd.tools.node.top import main, tree_of
 from zbmd.tools.telemetry.live import ProcessSnapshots, Rates
 from zbmd.transport.errors import UserError
 
@@ -129,7 +130,9 @@ def test_rates_are_those_between_two_looks_and_of_one_life() -> None:
 
 
 def test_the_table_and_the_tree_tell_what_is_out_of_the_ordinary() -> None:
-    table = shown(top_table(seen(reply(1), 1.0), Rates()))
+    screen = Screen()
+    screen.take([seen(reply(1), 1.0)], ())
+    table = shown(screen.drawn(None))
     assert "Worker v2" in table and "no answer: rank1" in table and "loop held 1 times" in table
     tree = shown(tree_of(seen(reply(1, actors=1500), 1.0)))
     assert "work#5  Worker v2, running, 3 waiting, restarted 4 times" in tree

@@ -26,11 +26,12 @@ from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.tcp.address import TcpAddress
 
 MODULE: Final = "zbmd.tools.dashboard.command"
+ADDRESS_VARIABLE: Final = "ZBMD_DASHBOARD"
 NEEDED: Final = ("aiohttp", "plotly")
 AGAIN_S: Final = 1.0
 AGAIN_S_MAX: Final = 60.0
 """A dashboard that ends is started again after `AGAIN_S`, and after twice as long each time."""
-STOP_S: Final = 5.0
+STOP_S: Final = 2.0
 BACKLOG: Final = 128
 
 ArgumentsP = ParamSpec("ArgumentsP")
@@ -60,6 +61,7 @@ class LauncherDashboard:
         token = "" if is_local(f"[{host}]" if ":" in host else host) else token_of(load_or_create_cookie())
         self.address = shown_address(host, port, token)
         self._runs = os.memfd_create("zbmd-runs", os.MFD_CLOEXEC)
+        os.environ.pop(ADDRESS_VARIABLE, None)  # a launcher that a rank starts announces its runs to this one
         os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{self._runs}"
         self._is_open = True
         self._is_serving = False

@@ -48,7 +48,7 @@ from zbmd.actors.process.early_template import EarlyTemplate, fork_template
 from zbmd.actors.process.exit import ending_at_broken_invariant
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
 from zbmd.tools.cli.settings import parse_dashboard
-from zbmd.tools.node.dashboard import note_death, opened
+from zbmd.tools.node.dashboard import ADDRESS_VARIABLE, note_death, opened
 from zbmd.tools.node.run import MORE_PRELOADS
 from zbmd.tools.node.signals import handling
 from zbmd.tools.node.store import with_store
@@ -69,7 +69,6 @@ from zbmd.transport.handshake.cookie import (
 from zbmd.transport.tcp.address import TcpAddress, parse_address, tcp_settings
 
 TOKEN_VARIABLE: Final = "ZBMD_TOKEN"
-DASHBOARD_VARIABLE: Final = "ZBMD_DASHBOARD"
 
 EXAMPLES = f"""\
 examples:
@@ -123,7 +122,7 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--dashboard",
         metavar="HOST:PORT",
-        default=os.environ.get(DASHBOARD_VARIABLE),
+        default=os.environ.get(ADDRESS_VARIABLE),
         help="serve pages there on the runs that ranks of this node begin, and /metrics",
     )
     for name in ("--recovery-budget", "--recovery_budget"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -37,7 +38,7 @@ pytest.importorskip("prometheus_client")
 from support.browser import browser, in_a_browser  # noqa: E402 (imports aiohttp)
 
 pytestmark = pytest.mark.optional
-LIMIT_S = 60.0
+LIMIT_S = 90.0
 ADDRESS = r"dashboard: (http://127\.0\.0\.1:\d+/)"
 WAITS = str(PROGRAMS / "node" / "begins_run.py")
 
@@ -75,8 +76,9 @@ def dashboards(running: Running) -> list[int]:
     found: list[int] = []
     for pids in running.processes().values():
         for pid in pids:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            found += [pid] * (b"zbmd.tools.dashboard.command" in command)
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found += [pid] * (b"zbmd.tools.dashboard.command" in command)
     return found
 
 
@@ -88,11 +90,12 @@ def trained(launcher: Launcher) -> tuple[str, ...]:
 
 
 @in_a_browser
-async def test_a_run_and_its_ranks_are_live_and_a_dashboard_that_is_killed_comes_back(
+async def test_a_run_and_its_ranks_are_live_and_a_loss_has_its_cause(
     launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     command = ("run", "-n", "2", "--dashboard", "127.0.0.1:0", *trained(launcher))
     with launcher.start(*command) as running:
+        running.deadline_s += 2 * LIMIT_S  # a browser starts meanwhile, beside ranks that compute
         address = running.until(ADDRESS)[0][1]
         await until(address, "api/runs", lambda found: found["runs"] == ["live"])
         live = await until(address, "api/live", lambda found: len(processes_of(found)) == 3 and found)
@@ -112,16 +115,21 @@ async def test_a_run_and_its_ranks_are_live_and_a_dashboard_that_is_killed_comes
 
         killed = 'zbmd_deaths_total{cause="killed (SIGKILL)",run="live"} 1.0'
         await until(address, "metrics", lambda text: killed in text and "zbmd_links{" in text)
+        running.process.send_signal(signal.SIGTERM)
+        running.end()
+
+
+async def test_a_dashboard_that_is_killed_comes_back_and_the_job_goes_on(launcher: Launcher) -> None:
+    with launcher.start("run", "-n", "1", "--dashboard", "127.0.0.1:0", WAITS) as running:
+        address = running.until(ADDRESS)[0][1]
+        await until(address, "api/runs", lambda found: found["runs"] == ["run"])
         (served,) = dashboards(running)
         os.kill(served, signal.SIGKILL)
         running.until(r"the dashboard has ended \(killed \(SIGKILL\)\)")
-        await until(address, "api/runs", lambda found: found["runs"] == ["live"])
+        await until(address, "api/runs", lambda found: found["runs"] == ["run"])
         assert dashboards(running) != [served]
-        running.process.send_signal(signal.SIGTERM)
-        running.end()
-        assert "restarts" not in running.text.partition("the dashboard has ended")[2], (
-            "no rank was lost by it"
-        )
+        (launcher.directory / "done").touch()
+        assert running.end() == 0, "no rank was lost by it"
 
 
 async def test_nothing_is_left_of_a_launcher_that_is_killed(launcher: Launcher) -> None:

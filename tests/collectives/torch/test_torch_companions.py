@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -131,7 +132,7 @@ def test_an_epoch_is_not_made_twice() -> None:
 
 
 def test_pytorch_without_nccl_is_told_what_to_do() -> None:
-    import torch.distributed as dist
+    dist: Any = importlib.import_module("torch.distributed")
 
     from zbmd.collectives.torch.cuda.companions import Companions
 
@@ -145,8 +146,8 @@ def test_pytorch_without_nccl_is_told_what_to_do() -> None:
 
 def test_calls_reach_another_backend_in_its_own_form() -> None:
     """However they were called: with options, with keywords, several pairs at once."""
-    import torch
-    import torch.distributed as dist
+    torch: Any = importlib.import_module("torch")
+    dist: Any = importlib.import_module("torch.distributed")
 
     from zbmd.collectives.torch.cuda.companions import pass_on
 

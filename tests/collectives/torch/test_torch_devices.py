@@ -5,7 +5,10 @@ The ranks are real processes of `zbmd-node run`'s host, each with a modelled dev
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes.kept_lines import Lines
@@ -62,14 +65,14 @@ def test_a_rank_has_the_device_that_torch_would_give_it() -> None:
 
 def test_pytorch_without_cuda_is_told_what_to_do() -> None:
     """A tensor of CUDA can exist there: a fake one, of a program that is traced."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    torch: Any = importlib.import_module("torch")
+    fakes: Any = importlib.import_module("torch._subclasses.fake_tensor")
 
     from zbmd.collectives.torch.cuda.devices import SEAM
     from zbmd.collectives.torch.tensors import TensorBuffer
     from zbmd.transport.errors import UserError
 
-    with FakeTensorMode():
+    with fakes.FakeTensorMode():
         fake = torch.empty(3, device="cuda:0")
     if torch.version.cuda is None:
         with pytest.raises(
@@ -84,9 +87,7 @@ def test_pytorch_without_cuda_is_told_what_to_do() -> None:
 
 def test_the_calls_of_torch_cuda_exist() -> None:
     """Those of `TorchCuda`, in every build of PyTorch."""
-    import inspect
-
-    import torch
+    torch: Any = importlib.import_module("torch")
 
     from zbmd.collectives.torch.cuda.devices import Devices, TorchCuda
 

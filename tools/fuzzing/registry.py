@@ -100,6 +100,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/pipeline/rings.py": ("pipeline.rings",),
     "training/model_actors/actors.py": ("array",),
     "training/profiler/announcements.py": ("profile.announcements",),
+    "training/ops/cuda/compiler.py": ("kernels.cache",),
     "training/profiler/lines.py": ("profile.lines",),
     "training/job/records.py": ("metrics.tail",),
     "training/profiler/metrics.py": ("profile.metrics",),

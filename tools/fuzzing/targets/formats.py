@@ -1,7 +1,8 @@
-"""Targets that read checkpoints of other programs."""
+"""Targets that read checkpoints of other programs, and compiled kernels."""
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from zbmd.tools.fuzzing.target import Broken, as_file, file_target, target
 from zbmd.training.checkpoint.formats.safetensors_folder import SafetensorsFile
 from zbmd.training.checkpoint.formats.tensors import Meta, Tensor, decode_meta, encode_meta
 from zbmd.training.model.hugging_face import INDEX_NAME, WEIGHTS_NAME, read_index
+from zbmd.training.ops.cuda.compiler import DIGEST_BYTES, Compiled, decode_entry, encode_entry
 from zbmd.transport.errors import UserError
 
 file_target(
@@ -45,3 +47,15 @@ def _safetensors(data: bytes) -> None:
         for name, tensor in file.tensors.items():
             if file.read(name).nbytes != tensor.nbytes:
                 raise Broken(f"{tensor}")
+
+
+def _kernel_seeds() -> tuple[bytes, ...]:
+    entry = encode_entry(Compiled(ptx=".version 9.0", cubin=b"\x7fELF", log="ptxas info"))
+    return (entry[DIGEST_BYTES:],)
+
+
+@target("kernels.cache", "a compiled kernel in the user's cache", _kernel_seeds)
+def _kernel(data: bytes) -> None:
+    found = decode_entry(hashlib.sha256(data).digest() + data)
+    if found is not None and decode_entry(encode_entry(found)) != found:
+        raise Broken(f"{found}")

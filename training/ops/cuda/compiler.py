@@ -49,7 +49,7 @@ class CompileFailed(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelReport:
-    """What ptxas reports of one kernel: registers of a thread, and bytes."""
+    """ptxas's report of one kernel: registers of a thread, and bytes."""
 
     registers: int
     shared_bytes: int

@@ -63,11 +63,16 @@ class DeviceMemory:
         self._block = clocks.block
         self._counters = counters
         self.buffers: Final = list[DeviceBuffer]()
+        self.addresses: Final = dict[str, int]()
+        """By the parameter's name. Parameters with the same array have the same address."""
         address = FIRST_ADDRESS
         for name, buffer in named:
-            self.buffers.append(DeviceBuffer(buffer, address, name, grain, clocks))
-            address += len(self.buffers[-1].data) + GUARD_BYTES
-        self._addresses = np.array([one.address for one in self.buffers], np.int64)
+            same = [one for one in self.buffers if one.buffer.array is buffer.array]
+            if not same:
+                self.buffers.append(DeviceBuffer(buffer, address, name, grain, clocks))
+                address += len(self.buffers[-1].data) + GUARD_BYTES
+            self.addresses[name] = (same or self.buffers[-1:])[0].address
+        self._starts = np.array([one.address for one in self.buffers], np.int64)
 
     def access(
         self, addresses: Ints, size: int, threads: Ints, where: str, *, counted: bool = True
@@ -80,7 +85,7 @@ class DeviceMemory:
             self._fault(addresses, threads, addresses % size != 0, f"is not aligned to {size} bytes")
         if counted:
             self._counters.count_sectors(where, addresses, threads, size)
-        which = np.searchsorted(self._addresses, addresses, side="right") - 1
+        which = np.searchsorted(self._starts, addresses, side="right") - 1
         found = list[tuple[DeviceBuffer, Ints, Ints]]()
         for number in np.unique(which).tolist():
             places = np.flatnonzero(which == number)

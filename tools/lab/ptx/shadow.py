@@ -194,7 +194,10 @@ class GlobalShadow:
         each = np.broadcast_to(threads[:, None], cells.shape)
         self._check_writers(cells, each, "read")
         before, block = self._reader[cells], each // self._clocks.block
-        first = before == NOBODY
+        known = self._clocks.all_known(threads).min(axis=1)[:, None]
+        # Readers of this block that this thread knows need no memory: who follows it follows them.
+        past = (self._read_step[cells] <= known) & (self._read_block[cells] == block)
+        first = (before == NOBODY) | past
         blocks = np.where(first | (self._read_block[cells] == block), block, MANY)
         self._reader[cells] = each
         self._read_block[cells] = block

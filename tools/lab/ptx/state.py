@@ -212,11 +212,10 @@ class Run:
         self.waiting[at_barriers] = True
 
     def _encode(self, arguments: list[Argument]) -> dict[str, bytes]:
-        addresses = {one.name: one.address for one in self.device.buffers}
         found = dict[str, bytes]()
         for variable, argument in zip(self.kernel.parameters, arguments, strict=True):
             if isinstance(argument, Buffer):
-                data = addresses[variable.name].to_bytes(8, "little")
+                data = self.device.addresses[variable.name].to_bytes(8, "little")
             elif isinstance(argument, bytes):
                 data = argument
             elif isinstance(argument, int):

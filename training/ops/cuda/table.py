@@ -1,0 +1,79 @@
+"""The table of all kernels: sources, entries, architectures, and what each may use.
+
+The tests compile every kernel for its architectures and hold ptxas's report against the budget; the engine
+reads the same table to launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Final
+
+from zbmd.training.ops.cuda.compiler import Compiled, Compiler
+
+PORTABLE: Final = ("sm_80", "sm_90a")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelEntry:
+    """One kernel. Its arguments are described at its definition in the source."""
+
+    name: str
+    source: str
+    """A file beside this module."""
+    block: int
+    """Threads of a block."""
+    registers: int
+    """At most, of a thread."""
+    shared: int = 0
+    """Bytes of static shared memory."""
+    dynamic: int = 0
+    """Bytes of dynamic shared memory, an argument of the launch."""
+    architectures: tuple[str, ...] = PORTABLE
+
+
+def _both(source: str, registers: int, *names: str, block: int = 256, shared: int = 0) -> list[KernelEntry]:
+    """Return kernels that exist for float32 and bfloat16."""
+    return [
+        KernelEntry(name=f"{name}_{kind}", source=source, block=block, registers=registers, shared=shared)
+        for name in names
+        for kind in ("f32", "bf16")
+    ]
+
+
+KERNELS: Final[tuple[KernelEntry, ...]] = (
+    *_both("norm.cu", 32, "rms_norm", "layer_norm", "rms_norm_grad", "layer_norm_grad", shared=128),
+    *_both("norm.cu", 40, "norm_gain_grad", shared=2112),
+    KernelEntry(name="sum_runs", source="norm.cu", block=256, registers=40),
+    *_both("elementwise.cu", 32, "gelu", "gelu_grad", "squared_relu", "squared_relu_grad", "add", "add_bias"),
+    *_both("elementwise.cu", 40, "dropout"),
+    KernelEntry(name="cast_f32_bf16", source="elementwise.cu", block=256, registers=32),
+    KernelEntry(name="cast_bf16_f32", source="elementwise.cu", block=256, registers=32),
+    *_both("loss.cu", 32, "cross_entropy", shared=128),
+    *_both("loss.cu", 40, "embedding", "embedding_grad"),
+    *_both("optimizers.cu", 40, "adamw", "sgd", "nesterov", "lion"),
+    *_both("optimizers.cu", 32, "block_squares", shared=128),
+    KernelEntry(name="norm_and_clip", source="optimizers.cu", block=32, registers=40),
+)
+
+BY_NAME: Final[Mapping[str, KernelEntry]] = {kernel.name: kernel for kernel in KERNELS}
+
+
+@cache
+def read_source(name: str) -> str:
+    """Return the text of a source or a header beside this module."""
+    return (resources.files(__package__) / name).read_text()
+
+
+def headers() -> dict[str, str]:
+    """Return our headers, by name."""
+    found = (one.name for one in resources.files(__package__).iterdir() if one.name.endswith(".cuh"))
+    return {name: read_source(name) for name in sorted(found)}
+
+
+def compile_source(compiler: Compiler, source: str, architecture: str) -> Compiled:
+    """Return all kernels of a source, compiled. Raises `CompileFailed`."""
+    return compiler.compile(read_source(source), architecture=architecture, headers=headers(), name=source)

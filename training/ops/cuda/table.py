@@ -57,6 +57,14 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
     *_both("optimizers.cu", 40, "adamw", "sgd", "nesterov", "lion"),
     *_both("optimizers.cu", 32, "block_squares", shared=128),
     KernelEntry(name="norm_and_clip", source="optimizers.cu", block=32, registers=40),
+    # Two blocks of 128 registers a thread and 64 KiB fit a multiprocessor.
+    *(
+        KernelEntry(
+            name=f"matmul_{form}_{kind}", source="matmul.cu", block=256, registers=128, dynamic=64 * 1024
+        )
+        for form in ("nn", "nt", "tn")
+        for kind in ("f32", "bf16")
+    ),
 )
 
 BY_NAME: Final[Mapping[str, KernelEntry]] = {kernel.name: kernel for kernel in KERNELS}

@@ -1,0 +1,102 @@
+"""Matrix products run from their PTX: values beside numpy, epilogues, edges, bank conflicts and sectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.devices.kernel_runs import empty, fixed, run, wide
+
+from zbmd.tools.lab.ptx import Launch
+from zbmd.tools.lab.ptx.tensor_cores import multiply_add
+
+Array = npt.NDArray[Any]
+TILE = 128
+
+
+def _operands(m: int, n: int, k: int) -> tuple[Array, Array]:
+    random = np.random.default_rng(m * n + k)
+    return fixed(random.standard_normal((m, k)), "bf16"), fixed(random.standard_normal((k, n)), "bf16")
+
+
+def _stored(a: Array, b: Array, form: str) -> tuple[Array, Array]:
+    """Return the operands as the form stores them."""
+    return (
+        fixed(a.T if form[0] == "t" else a, "bf16"),
+        fixed(b.T if form[1] == "t" else b, "bf16"),
+    )
+
+
+def _multiply(
+    form: str,
+    kind: str,
+    a: Array,
+    b: Array,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    before: Array | None = None,
+    scale: float = 1.0,
+    activation: int = 0,
+) -> tuple[Array, Launch]:
+    (m, k), n = a.shape, b.shape[1]
+    c = empty((m, n), kind)
+    grid = (-(-n // TILE), -(-m // TILE))
+    rest = (m, n, k, bias, residual, before, scale, activation)
+    return c, run(f"matmul_{form}_{kind}", grid, [c], *_stored(a, b, form), *rest)
+
+
+def _in_steps(a: Array, b: Array) -> npt.NDArray[np.float32]:
+    """Return the product as tensor cores compute it: 16 elements of k at a time, in order."""
+    sums = np.zeros((len(a), b.shape[1]), np.float32)
+    for at in range(0, a.shape[1], 16):
+        left, right = (one.astype(np.float64) for one in (a[:, at : at + 16], b[at : at + 16]))
+        sums = multiply_add(left, right, sums, ("bf16", "bf16"))
+    return sums
+
+
+@pytest.mark.parametrize("form", ["nn", "nt", "tn"])
+def test_a_product_with_ragged_edges(form: str) -> None:
+    """Two tiles and an edge in every direction; the bits of the sequence of instructions."""
+    a, b = _operands(136, 24, 72)
+    found, _ = _multiply(form, "f32", a, b)
+    np.testing.assert_array_equal(found, _in_steps(a, b))
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    assert np.abs(found - exact).max() < 1e-6 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("form", ["nn", "nt", "tn"])
+def test_a_product_of_whole_tiles_wastes_nothing(form: str) -> None:
+    a, b = _operands(TILE, TILE, 64)
+    found, taken = _multiply(form, "bf16", a, b)
+    np.testing.assert_array_equal(wide(found), wide(_in_steps(a, b).astype(found.dtype)))
+    assert taken.counters.ratio(taken.counters.shared) == 1.0
+    assert taken.counters.ratio(taken.counters.sectors) <= 1.1
+    assert taken.counters.instructions["mma"] == TILE // 16 * TILE // 8 * 64 // 16
+
+
+@pytest.mark.parametrize("activation", [0, 1, 2])
+def test_epilogues(activation: int) -> None:
+    a, b = _operands(40, 136, 32)
+    random = np.random.default_rng(3)
+    bias = fixed(random.standard_normal(136))
+    residual = fixed(random.standard_normal((40, 136)), "bf16")
+    before = empty((40, 136), "bf16")
+    found, _ = _multiply(
+        "nn", "f32", a, b, bias=bias, residual=residual, before=before, scale=0.25, activation=activation
+    )
+    x = _in_steps(a, b) * np.float32(0.25) + bias
+    gelu = x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * x * (1 + 0.044715 * x * x)))
+    y = [x, gelu, np.maximum(x, 0) ** 2][activation]
+    np.testing.assert_allclose(found, y + wide(residual), rtol=0, atol=3e-6)
+    np.testing.assert_allclose(wide(before), x, rtol=2**-8)
+
+
+def test_what_is_not_finite_reaches_its_row_and_column_only() -> None:
+    a, b = (np.array(one) for one in _operands(24, 16, 32))
+    a[3, 5], b[7, 2] = np.nan, np.inf
+    found, _ = _multiply("nn", "f32", a, b)
+    bad = ~np.isfinite(found)
+    assert bad[3].all() and bad[:, 2].all() and bad.sum() == 16 + 24 - 1

@@ -35,11 +35,19 @@ template <typename T> DEVICE T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) { return (bf16)pack_bf16(x, 0.0f); }
 
-// exp(x): 2 units in the last place off at most, as `ex2.approx` is.
-DEVICE float fast_exp(float x) {
+// 2**x, up to 2 units in the last place off.
+DEVICE float exp2_approx(float x) {
     float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+DEVICE float fast_exp(float x) { return exp2_approx(x * 1.4426950408889634f); }
+
+DEVICE void store_shared(u32 at, u32 word) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory"); }
+DEVICE Words4 load_shared_16(u32 at) {
+    Words4 w;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(at) : "memory");
+    return w;
 }
 
 // Sums and maxima over a warp: every lane gets the result, by the same additions in the same order.

@@ -44,6 +44,23 @@ def _both(source: str, registers: int, *names: str, block: int = 256, shared: in
     ]
 
 
+def _attention(depth: int, keys_block: int, *registers: int) -> list[KernelEntry]:
+    """Return the kernels of attention with heads of `depth`; tiles of 64 rows are in shared memory."""
+    tile, (forward, keys, queries) = 64 * depth * 2, registers
+    entries = (
+        ("attention", 128, forward, 5 * tile),
+        ("attention_delta", 128, 32, 0),
+        ("attention_keys_grad", keys_block, keys, 6 * tile),
+        ("attention_queries_grad", 128, queries, 6 * tile),
+    )
+    return [
+        KernelEntry(
+            name=f"{name}_{depth}", source="attention.cu", block=block, registers=most, dynamic=dynamic
+        )
+        for name, block, most, dynamic in entries
+    ]
+
+
 KERNELS: Final[tuple[KernelEntry, ...]] = (
     *_both("norm.cu", 32, "rms_norm", "layer_norm", "rms_norm_grad", "layer_norm_grad", shared=128),
     *_both("norm.cu", 40, "norm_gain_grad", shared=2112),
@@ -65,6 +82,8 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
         for form in ("nn", "nt", "tn")
         for kind in ("f32", "bf16")
     ),
+    *_attention(64, 128, 160, 248, 176),
+    *_attention(128, 256, 200, 255, 240),
 )
 
 BY_NAME: Final[Mapping[str, KernelEntry]] = {kernel.name: kernel for kernel in KERNELS}

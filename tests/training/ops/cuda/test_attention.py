@@ -1,0 +1,101 @@
+"""Attention run from its PTX, forward and backward, beside the engine's op in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.devices.kernel_runs import empty, fixed, run, wide
+
+from zbmd.tools.lab.ptx import Launch
+from zbmd.training import ops
+from zbmd.training.autograd.tape import Tape, Tensor
+
+Array = npt.NDArray[Any]
+TILE = 64
+
+
+def _expected(qkv: Array, dy: Array, bias: Array, shape: tuple[int, int, int, int]) -> tuple[Array, Array]:
+    """Return attention and the gradient of qkv, of the op that knows no groups: keys and values repeated."""
+    batch, heads, kv_heads, depth = shape
+    rows, group = len(qkv), heads // kv_heads
+    q, k, v = np.split(wide(qkv).reshape(rows, -1, depth), [heads, heads + kv_heads], axis=1)
+    repeated = [q, *(np.repeat(one, group, axis=1) for one in (k, v))]
+    tape, leaf = Tape(np), Tensor(np.concatenate(repeated, axis=1).reshape(rows, -1))
+    y = ops.causal_attention(tape, leaf, bias, batch=batch, heads=heads)
+    tape.backward(tape.record(np.asarray(0.0, np.float32), lambda _: y.accumulate(wide(dy))))
+    assert leaf.grad is not None
+    dq, *dkv = np.split(leaf.grad.reshape(rows, 3 * heads, depth), 3, axis=1)
+    summed = [one.reshape(rows, kv_heads, group, depth).sum(axis=2) for one in dkv]
+    return y.data, np.concatenate([dq, *summed], axis=1).reshape(rows, -1)
+
+
+def _operands(length: int, shape: tuple[int, int, int, int]) -> tuple[Array, Array, Array]:
+    batch, heads, kv_heads, depth = shape
+    random = np.random.default_rng(length)
+    rows, width = batch * length, (heads + 2 * kv_heads) * depth
+    return (
+        fixed(random.standard_normal((rows, width)), "bf16"),
+        fixed(random.standard_normal((rows, heads * depth)), "bf16"),
+        fixed(ops.causal_distance_bias(np, heads, length + 3, np.float32)),
+    )
+
+
+def _run(
+    qkv: Array, dy: Array, bias: Array, length: int, shape: tuple[int, int, int, int]
+) -> tuple[Array, Array, list[Launch]]:
+    batch, heads, kv_heads, depth = shape
+    rows, tiles, numbers = batch * length, -(-length // TILE), (length, heads, kv_heads, bias.shape[1])
+    y, logs = empty(dy.shape, "bf16"), empty((batch, heads, length))
+    delta, dqkv = empty((batch, heads, length)), empty(qkv.shape, "bf16")
+    launches = [run(f"attention_{depth}", (tiles, batch * heads), [y, logs], qkv, bias, *numbers)]
+    run(f"attention_delta_{depth}", -(-rows * heads // 4), [delta], dy, fixed(y, "bf16"), length, heads, rows)
+    given = (dy, fixed(logs), fixed(delta), qkv, bias, *numbers)
+    for name, blocks in (("keys", kv_heads), ("queries", heads)):
+        launches.append(run(f"attention_{name}_grad_{depth}", (tiles, batch * blocks), [], dqkv, *given))
+    return y, dqkv, launches
+
+
+def _error(found: Array, expected: Array) -> float:
+    return float(np.linalg.norm(wide(found) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("length", "shape"),
+    [(70, (2, 2, 2, 64)), (66, (1, 4, 2, 64)), (7, (1, 2, 1, 64)), (68, (1, 2, 1, 128))],
+    ids=["two sequences", "groups", "shorter than a tile", "depth 128"],
+)
+def test_attention_and_its_gradient(length: int, shape: tuple[int, int, int, int]) -> None:
+    qkv, dy, bias = _operands(length, shape)
+    y, dqkv, _ = _run(qkv, dy, bias, length, shape)
+    expected, dqkv_expected = _expected(qkv, dy, bias, shape)
+    assert _error(y, expected) < 4e-3
+    assert _error(dqkv, dqkv_expected) < 8e-3
+    np.testing.assert_allclose(wide(y), expected, rtol=0, atol=0.03)
+
+
+def test_whole_tiles_waste_nothing() -> None:
+    """No bank conflict; rows of 128 bytes are whole sectors. The bias's elements overlap, and cost little."""
+    shape = (1, 1, 1, 64)
+    *_, launches = _run(*_operands(2 * TILE, shape), 2 * TILE, shape)
+    for launch in launches:
+        counters = launch.counters
+        assert counters.ratio(counters.shared) == 1.0
+        copies = {
+            where: cost for where, cost in counters.sectors.items() if "cp.async" in where or "v4" in where
+        }
+        assert copies and counters.ratio(copies) <= 1.1
+
+
+def test_a_query_sees_no_later_key() -> None:
+    """Earlier results do not depend on later keys and values."""
+    shape = (1, 1, 1, 64)
+    qkv, dy, bias = _operands(70, shape)
+    changed = np.array(qkv)
+    changed[66:, 64:] *= -100
+    y, *_ = _run(fixed(changed, "bf16"), dy, bias, 70, shape)
+    whole, *_ = _run(qkv, dy, bias, 70, shape)
+    np.testing.assert_array_equal(wide(y)[:66], wide(whole)[:66])
+    assert (wide(y)[66:] != wide(whole)[66:]).mean() > 0.9

@@ -1,6 +1,6 @@
 // Matrix products of bf16 by `mma.sync`, with float32 sums. Tiles of 128 x 128 x 32, 8 warps of 64 x 32, 4 stages of
 // cp.async. Leading dimensions are multiples of 8 elements, for copies of 16 bytes; edges are filled with zeros.
-#include "device.cuh"
+#include "epilogue.cuh"
 
 #define TILE 128
 #define DEPTH 32
@@ -28,63 +28,21 @@ DEVICE void load_tile(u32 tile, const bf16 *matrix, int outer, int inner, int ou
     }
 }
 
-struct Epilogue {
-    const float *bias;      // (n,), or 0
-    const bf16 *residual;   // (m, n), or 0
-    bf16 *before;           // (m, n), or 0: gets the value before the activation
-    float scale;
-    int activation;         // 0: none, 1: GELU, 2: squared ReLU
-};
-
-DEVICE float activate(float x, int kind) {
-    if (kind == 1) return x / (fast_exp(-x * 1.59576912160573081145f * (x * x * 0.044715f + 1.0f)) + 1.0f);
-    if (kind == 2) return x < 0.0f ? 0.0f : x * x;
-    return x;
-}
-
-DEVICE void store4(float *to, const float (&v)[4]) {
-    *(Words4 *)to = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])};
-}
-DEVICE void store4(bf16 *to, const float (&v)[4]) { *(Words2 *)to = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])}; }
-
-// Writes one tile: sums go through shared memory, so that a warp stores whole rows. y = activation(scale * sum + bias)
-// + residual.
+// Stages the sums of a tile, and writes it.
 template <typename T>
 DEVICE void finish_tile(T *c, float *staged, const float (&sums)[4][4][4], int row0, int column0, int m, int n,
                         const Epilogue &end) {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, wm = warp / 4 * 64, wn = warp % 4 * 32;
-    // Pairs of columns are swizzled by the row, which puts the 8 rows of a fragment in different banks.
-    auto pair = [&](int row, int column) { return staged + row * TILE + ((column / 2 ^ (row & 7) << 2) * 2); };
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                *(Words2 *)pair(wm + i * 16 + half * 8 + lane / 4, wn + j * 8 + lane % 4 * 2) = {
+                *(Words2 *)staged_pair<TILE>(staged, wm + i * 16 + half * 8 + lane / 4, wn + j * 8 + lane % 4 * 2) = {
                     __float_as_uint(sums[i][j][half * 2]), __float_as_uint(sums[i][j][half * 2 + 1])};
     __syncthreads();
-    int column = column0 + lane * 4;
-    if (column >= n) return;
-    float bias[4] = {};
-    if (end.bias)
-        for (int k = 0; k < 4; k++) bias[k] = end.bias[column + k];
-    for (int row = warp; row < TILE && row0 + row < m; row += 8) {
-        Words4 words = *(const Words4 *)pair(row, lane * 4);
-        u64 at = (u64)(row0 + row) * n + column;
-        float v[4] = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z), __uint_as_float(words.w)};
-#pragma unroll
-        for (int k = 0; k < 4; k++) v[k] = v[k] * end.scale + bias[k];
-        if (end.before) store4(end.before + at, v);
-#pragma unroll
-        for (int k = 0; k < 4; k++) v[k] = activate(v[k], end.activation);
-        if (end.residual) {
-            Words2 rest = *(const Words2 *)(end.residual + at);
-            v[0] += to_float((bf16)rest.x), v[1] += to_float((bf16)(rest.x >> 16));
-            v[2] += to_float((bf16)rest.y), v[3] += to_float((bf16)(rest.y >> 16));
-        }
-        store4(c + at, v);
-    }
+    write_tile<T, TILE, TILE>(c, staged, row0, column0, m, n, end);
 }
 
 // c (m, n) = a b. a is (m, k), or (k, m) if TA; b is (k, n), or (n, k) if TB.

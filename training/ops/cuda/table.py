@@ -82,6 +82,18 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
         for form in ("nn", "nt", "tn")
         for kind in ("f32", "bf16")
     ),
+    *(
+        KernelEntry(
+            name=f"wgmma_{form}_{kind}",
+            source="matmul_wgmma.cu",
+            block=256,
+            registers=255,
+            dynamic=192 * 1024,
+            architectures=("sm_90a",),
+        )
+        for form in ("nn", "nt", "tn")
+        for kind in ("f32", "bf16")
+    ),
     *_attention(64, 128, 160, 248, 176),
     *_attention(128, 256, 200, 255, 240),
 )

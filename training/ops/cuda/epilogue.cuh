@@ -1,0 +1,59 @@
+// What follows a matrix product before its result is stored, for all product kernels.
+#pragma once
+#include "device.cuh"
+
+struct Epilogue {
+    const float *bias;      // (n,), or 0
+    const bf16 *residual;   // (m, n), or 0
+    bf16 *before;           // (m, n), or 0: gets the value before the activation
+    float scale;
+    int activation;         // 0: none, 1: GELU, 2: squared ReLU
+};
+
+DEVICE float activate(float x, int kind) {
+    if (kind == 1) return x / (fast_exp(-x * 1.59576912160573081145f * (x * x * 0.044715f + 1.0f)) + 1.0f);
+    if (kind == 2) return x < 0.0f ? 0.0f : x * x;
+    return x;
+}
+
+DEVICE void store4(float *to, const float (&v)[4]) {
+    *(Words4 *)to = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])};
+}
+DEVICE void store4(bf16 *to, const float (&v)[4]) { *(Words2 *)to = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])}; }
+
+// Where the pair of columns that begins at the even `column` is in the staged tile: swizzled by the row, so that the 8
+// rows of a fragment are in different banks.
+template <int COLUMNS> DEVICE float *staged_pair(float *staged, int row, int column) {
+    return staged + row * COLUMNS + ((column / 2 ^ (row & 7) << 2) * 2);
+}
+
+// Writes a tile of ROWS x COLUMNS whose sums are staged in shared memory: whole rows by each warp, in pieces of 4
+// columns. y = activation(scale * sum + bias) + residual.
+template <typename T, int ROWS, int COLUMNS>
+DEVICE void write_tile(T *c, float *staged, int row0, int column0, int m, int n, const Epilogue &end) {
+#pragma unroll
+    for (int inside = threadIdx.x % WARP * 4; inside < COLUMNS; inside += WARP * 4) {
+        int column = column0 + inside;
+        if (column >= n) return;
+        float bias[4] = {};
+        if (end.bias)
+            for (int k = 0; k < 4; k++) bias[k] = end.bias[column + k];
+        for (int row = threadIdx.x / WARP; row < ROWS && row0 + row < m; row += blockDim.x / WARP) {
+            Words4 words = *(const Words4 *)staged_pair<COLUMNS>(staged, row, inside);
+            u64 at = (u64)(row0 + row) * n + column;
+            float v[4] = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
+                          __uint_as_float(words.w)};
+#pragma unroll
+            for (int k = 0; k < 4; k++) v[k] = v[k] * end.scale + bias[k];
+            if (end.before) store4(end.before + at, v);
+#pragma unroll
+            for (int k = 0; k < 4; k++) v[k] = activate(v[k], end.activation);
+            if (end.residual) {
+                Words2 rest = *(const Words2 *)(end.residual + at);
+                v[0] += to_float((bf16)rest.x), v[1] += to_float((bf16)(rest.x >> 16));
+                v[2] += to_float((bf16)rest.y), v[3] += to_float((bf16)(rest.y >> 16));
+            }
+            store4(c + at, v);
+        }
+    }
+}

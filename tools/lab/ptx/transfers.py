@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from zbmd.tools.lab.ptx.barriers import bulk_copy
 from zbmd.tools.lab.ptx.clocks import WARP, Flags, Ints
 from zbmd.tools.lab.ptx.errors import DivergentThreads, PtxSyntaxError
 from zbmd.tools.lab.ptx.memory import DeviceMemory, SharedMemory, Values
@@ -96,8 +97,6 @@ class _Copy:
 )
 def _copy(run: Run, i: Instruction) -> None:
     if "bulk" in i.modifiers:
-        from zbmd.tools.lab.ptx.barriers import bulk_copy
-
         bulk_copy(run, i)
     elif "commit_group" in i.modifiers:
         run.groups[run.threads] += 1

@@ -33,7 +33,7 @@ from zbmd.tools.lab.ptx.program import (
 SHARED_WINDOW: Final = 0x7E00_0000_0000
 """The address of shared memory in the generic address space."""
 BITS: Final = {0: np.bool_, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-DTYPES: Final[dict[str, type[np.generic]]] = {
+DTYPES: Final[dict[str, Any]] = {
     "pred": np.bool_,
     **{f"b{8 * n}": BITS[n] for n in (1, 2, 4, 8)},
     **{f"u{8 * n}": BITS[n] for n in (1, 2, 4, 8)},

@@ -111,13 +111,13 @@ def _copy(run: Run, i: Instruction) -> None:
 
 
 def _begin_copy(run: Run, i: Instruction) -> None:
-    size = i.operands[2]
+    target, source, size, *limit = i.operands
     if not isinstance(size, Immediate) or size.value not in (4, 8, 16):
         raise unsupported(i)
-    into = run.addresses(i.operands[0])
+    into = run.addresses(target)
     wanted = np.full(run.threads.shape, size.value)
-    if len(i.operands) > 3:
-        wanted = run.column(i.operands[3], "u32").astype(np.int64)
+    if limit:
+        wanted = run.column(limit[0], "u32").astype(np.int64)
         if not np.isin(wanted, (0, size.value)).all():
             raise unsupported(i)  # a part of a piece: no kernel of ours needs it
     places = run.shared.places(into, size.value, run.threads, _where(i))
@@ -125,7 +125,7 @@ def _begin_copy(run: Run, i: Instruction) -> None:
     data = np.zeros((len(into), size.value), np.uint8)
     whole = np.flatnonzero(wanted)
     if len(whole):
-        sources, threads = run.addresses(i.operands[1])[whole], run.threads[whole]
+        sources, threads = run.addresses(source)[whole], run.threads[whole]
         data[whole] = run.device.load(sources, np.uint32, size.value // 4, threads, run.now, _where(i)).view(
             np.uint8
         )

@@ -14,6 +14,7 @@ from typing import Final
 
 from zbmd.training.ops.cuda.compiler import Compiled, Compiler
 
+PACKAGE: Final = __name__.rpartition(".")[0]
 PORTABLE: Final = ("sm_80", "sm_90a")
 
 
@@ -104,12 +105,12 @@ BY_NAME: Final[Mapping[str, KernelEntry]] = {kernel.name: kernel for kernel in K
 @cache
 def read_source(name: str) -> str:
     """Return the text of a source or a header beside this module."""
-    return (resources.files(__package__) / name).read_text()
+    return (resources.files(PACKAGE) / name).read_text()
 
 
 def headers() -> dict[str, str]:
     """Return our headers, by name."""
-    found = (one.name for one in resources.files(__package__).iterdir() if one.name.endswith(".cuh"))
+    found = (one.name for one in resources.files(PACKAGE).iterdir() if one.name.endswith(".cuh"))
     return {name: read_source(name) for name in sorted(found)}
 
 

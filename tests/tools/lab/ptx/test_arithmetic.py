@@ -31,7 +31,7 @@ COUNTS = (np.arange(64) % 40).astype(np.uint32)
 Case = tuple[str, str, list[tuple[str, npt.NDArray[Any]]], npt.NDArray[Any]]
 
 
-def _wide(a: npt.NDArray[Any], b: npt.NDArray[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
+def _wide(a: npt.NDArray[Any], b: npt.NDArray[Any], kind: Any) -> npt.NDArray[Any]:
     return a.astype(kind) * b.astype(kind)
 
 
@@ -156,7 +156,7 @@ def test_narrow_floats_are_those_of_ml_dtypes() -> None:
             expected = np.resize(np.clip(finite, -most, most), 64).astype(kind).view(np.uint8)
             np.testing.assert_array_equal(found, expected | expected.astype(np.uint16) << 8)
     assert to_bfloat(np.array([np.nan], np.float32)).tolist() == [0x7FFF]
-    np.testing.assert_array_equal(from_bfloat(to_bfloat(np.float32([1.5, -2]))), [1.5, -2])
+    np.testing.assert_array_equal(from_bfloat(to_bfloat(np.array([1.5, -2], np.float32))), [1.5, -2])
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
@@ -171,7 +171,7 @@ def test_fma_rounds_once(a: float, b: float, c: float, near: int) -> None:
     if near and a and b:
         c = float(np.float32(near * a * b * 2.0**-24)) if abs(a * b) < 2.0**100 else c
     exact = Fraction(a) * Fraction(b) + Fraction(c)
-    found = float(fused(np.float32([a]), np.float32([b]), np.float32([c]))[0])
+    found = float(fused(*(np.array([one], np.float32) for one in (a, b, c)))[0])
     for step in (-np.inf, np.inf):
         other = float(np.nextafter(np.float32(found), np.float32(step)))
         assert abs(Fraction(found) - exact) <= abs(Fraction(other) - exact)

@@ -64,7 +64,7 @@ BF16 = st.one_of(st.floats(-(2.0**40), 2.0**40, width=32), st.floats(-4, 4, widt
 @given(a=st.lists(BF16, min_size=16, max_size=16), b=st.lists(BF16, min_size=16, max_size=16), c=BF16)
 def test_a_product_is_cut_as_the_chip_cuts_it(a: list[float], b: list[float], c: float) -> None:
     """The model of docs/H100.md, in exact arithmetic."""
-    found = multiply_add(np.array([a]), np.array([b]).T, np.float32([[c]]), ("bf16", "bf16"))[0, 0]
+    found = multiply_add(np.array([a]), np.array([b]).T, np.array([[c]], np.float32), ("bf16", "bf16"))[0, 0]
     exponent = lambda x: max(int(np.frexp(x)[1]) - 1, -126)  # noqa: E731
     terms = [
         (Fraction(x) * Fraction(y), exponent(x) + exponent(y)) for x, y in zip(a, b, strict=True) if x and y
@@ -81,7 +81,9 @@ def test_a_product_of_what_is_not_finite_is_not() -> None:
     a, b = np.ones((1, 16)), np.ones((16, 1))
     for value, expected in ((np.inf, np.inf), (-np.inf, -np.inf), (np.nan, np.nan)):
         a[0, 3] = value
-        np.testing.assert_equal(multiply_add(a, b, np.float32([[0]]), ("bf16", "bf16"))[0, 0], expected)
+        np.testing.assert_equal(
+            multiply_add(a, b, np.zeros((1, 1), np.float32), ("bf16", "bf16"))[0, 0], expected
+        )
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -29,6 +29,7 @@ from zbmd.training.profiler.lines import (
     CutLine,
     RunLine,
     StepLine,
+    StragglerLine,
     old_path,
 )
 from zbmd.training.profiler.metrics import FILE_BYTES_MAX as METRICS_BYTES_MAX
@@ -204,6 +205,16 @@ class RunDatabase:
                     self._recovered(here, line)
                 case CutLine() if here is not None:
                     self._cut(here, line)
+                case StragglerLine() if here is not None:
+                    kind, slow = (
+                        "straggler_over" if line.over else "straggler",
+                        _Incarnation(0, line.slow, 0, 0),
+                    )
+                    identity, at_ns = (
+                        f"{kind} {line.slow} {line.cause} {line.step}",
+                        line.at_ns + here.shift_ns,
+                    )
+                    self._event(identity, at_ns, kind, slow, step=line.step, text=line.text)
                 case _:
                     damaged += 1
         self.connection.executemany(_ADD_STEP, steps)

@@ -134,6 +134,13 @@ SETTINGS: Final = (
         "replace",
         "of a rank: replace, shrink or stop",
     ),
+    RecipeSetting(
+        "on_straggler",
+        "mesh",
+        _one_of("warn", "rebalance", "replace"),
+        _OPTIONS.on_straggler,
+        "a slow rank: warn, rebalance (move logical shards away) or replace",
+    ),
     RecipeSetting("mesh", "mesh", str, _OPTIONS.mesh, "axes dp, fsdp, pp and tp, such as dp=2,fsdp=2,tp=2"),
     RecipeSetting(
         "schedule", "mesh", _one_of(*SCHEDULES), _OPTIONS.schedule, f"of stages: {', '.join(SCHEDULES)}"

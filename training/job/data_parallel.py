@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker, join
-from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
@@ -47,7 +47,14 @@ from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.stamped import StampedSlots, kept_slots
 from zbmd.training.run.journal import report_result
 from zbmd.training.run.ledger import begin_log
-from zbmd.training.step.reduction import AccumulationPlan, ShardReduction, buffers_most
+from zbmd.training.step.reduction import (
+    AccumulationPlan,
+    ShardReduction,
+    assignment_of,
+    buffers_most,
+    buffers_of,
+)
+from zbmd.training.stragglers.policy import OnStraggler
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
 from zbmd.transport.host.threads import computing_with
@@ -129,6 +136,7 @@ async def run_task(
     tensorboard: bool = False,
     actors: bool = False,
     threads: int = 1,
+    on_straggler: OnStraggler = OnStraggler.WARN,
 ) -> TaskResult | None:
     """Train `task` on this rank, in the directory `out`; the first rank returns the result, the others None.
 
@@ -136,7 +144,7 @@ async def run_task(
     to go on from. `*_every`: in steps, 0: only at the end; "auto": checkpoints at the pace that the run
     measures. `checkpoint_to`: a directory or URL for checkpoints, in the place of `out`; `retention`: which
     are kept. `actors`: supervised actors compute the gradient and the update, and compute again what fails.
-    `threads`: of BLAS in each rank, on which the bits depend.
+    `threads`: of BLAS in each rank, on which the bits depend. `on_straggler`: what is done about a slow rank.
     SIGTERM writes a checkpoint and ends the run: the result is None then.
 
     Raises `UserError` for what only a person can mend.
@@ -160,6 +168,7 @@ async def run_task(
     ranks = 1 if launched is None else launched.world_size
     grads = ParameterLayout.of({name: initial[name].shape for name in task.parameters or initial})
     buffers = buffers_most(task.shards, range(1, ranks + 1)) + 1  # and room for the sum
+    buffers += on_straggler is OnStraggler.REBALANCE  # for shares that are less even
     arena = 4 * (SLOTS * layout.size + buffers * grads.size) + ARENA_SPARE_BYTES
     options = RunOptions(
         out=out,
@@ -171,6 +180,7 @@ async def run_task(
         retention=retention,
         tensorboard=tensorboard,
         replicas=True,
+        on_straggler=on_straggler,
     )
     memory = f"the state of {type(task).__name__} needs {arena} bytes"
     with computing_with(threads), errors_explained(out, checkpoint_to, launched, memory=memory):
@@ -306,7 +316,7 @@ class _OwnTrainer(OrderedSteps):
         self._room, self._buffers = buffers[-1], buffers
         self._saved: SavedState | None = None
         self._actors: ModelActors | None = None
-        self._divide()
+        self._divide(assign_shards(task.shards, groups.size(DATA_AXIS)))
 
     @property
     def shard(self) -> _OwnTrainer:
@@ -350,17 +360,27 @@ class _OwnTrainer(OrderedSteps):
             found = self._initial[slot.name] if saved is None else saved.parameter("weights", slot)
             view[...] = found.reshape(slot.shape)
 
-    def _divide(self) -> None:
-        shards, place = self._task.shards, self.groups.place(DATA_AXIS)
-        self._assignment = assign_shards(shards, self.groups.size(DATA_AXIS))
-        self._plan = AccumulationPlan.of(shards, *self._assignment[place])
+    def _divide(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        self._plan = AccumulationPlan.of(self._task.shards, *assignment[self.groups.place(DATA_AXIS)])
         self._reporters = [
             rank for rank, (start, stop) in enumerate(self._assignment) for _ in range(start, stop)
         ]
 
     def enter(self, groups: MeshGroups, version: int) -> None:
         self.groups, self.step = groups, version
-        self._divide()
+        self._divide(assign_shards(self._task.shards, groups.size(DATA_AXIS)))
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self._assignment)
+
+    def rebalance(self, shares: Sequence[int]) -> bool:
+        assignment = assignment_of(shares)
+        if buffers_of(assignment) > len(self._buffers):
+            return False
+        self._divide(assignment)
+        return True
 
     @property
     def _losses(self) -> Mapping[int, float]:
@@ -401,7 +421,8 @@ class _OwnTrainer(OrderedSteps):
         losses, state, everything = dict[int, float](), self.state, slice(0, self._grads.size)
         for leaf in self._plan.leaves:
             gradient = partial(self._task.gradient, state, ids[leaf.shard])
-            loss, found = gradient() if self._actors is None else self._actors.gradient(gradient)
+            with spans.BACKWARD:  # forward and backward are one call
+                loss, found = gradient() if self._actors is None else self._actors.gradient(gradient)
             losses[leaf.shard] = float(loss) / self._task.shards
             into = self._buffers[leaf.buffer]
             for slot, view in zip(self._grads.slots, self._grads.views(into), strict=True):

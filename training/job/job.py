@@ -32,6 +32,7 @@ from zbmd.training.job.paced import PaceClock, Pacing
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import StepResults
 from zbmd.training.job.signals import SIGNALS, signals_taken
+from zbmd.training.job.slow_ranks import SlowRanks
 from zbmd.training.job.task import StepResult, Task, Trainer
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
@@ -91,6 +92,7 @@ class Job(Generic[ResultT]):
         self._keeper: Redundancy | None = None
         self._actors: ModelActors | None = None
         self._profiler: Profiler | None = None
+        self._slow = SlowRanks(worker, options.out, options.on_straggler, self._is_lowest)
         self._deaths: list[Death] = []
         self._cut_ns = 0
         """When they ended the last step here; 0: that was before this epoch."""
@@ -231,6 +233,7 @@ class Job(Generic[ResultT]):
             if self._members is not None:
                 _give_up(self._members)
             self._checkpoints.abandon()
+            self._slow.leave()
             if self._trainer is not None:
                 self._trainer.close()
             if self._keeper is not None:
@@ -371,6 +374,7 @@ class Job(Generic[ResultT]):
         assert trainer is not None, "it was made before its state was agreed on"
         trainer.enter(groups, version)
         self._checkpoints.enter(groups.world)
+        self._slow.enter(groups, trainer)
         if version > self._log.first:
             self._worker.report(adopted_report(version, groups.world.epoch))
             self._reached(groups.world, trainer, keeper)
@@ -380,10 +384,11 @@ class Job(Generic[ResultT]):
         with profiler.recording():
             while trainer.step < self._task.steps:
                 faults.hit(BEGIN_POINT)
-                self._tell(profiler, profiler.begin_step(trainer.step + 1))
+                self._begin_step(profiler, trainer)
                 self._ask(keeper, trainer.step + 1)
                 keeper.begin_step()
                 trainer.run_step(keeper)
+                self._slow.stepped(groups, trainer, profiler)
                 profiler.held(trainer.held_most)
                 agreed = keeper.agreed
                 with spans.CHECKPOINT:
@@ -405,6 +410,11 @@ class Job(Generic[ResultT]):
         faults.hit(PARTED_POINT)
         self._remove_state()
         return JobEnd(result)
+
+    def _begin_step(self, profiler: Profiler, trainer: Trainer) -> None:
+        line = profiler.begin_step(trainer.step + 1)
+        self._tell(profiler, line)
+        self._slow.begin_step(trainer, line)
 
     def _ask(self, keeper: Redundancy, step: int) -> None:
         wishes = self._wishes | self._checkpoints.begin_step(step, decides=self._is_lowest())

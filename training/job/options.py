@@ -10,6 +10,7 @@ from zbmd.training.checkpoint.index import KEEP, Retention
 from zbmd.training.checkpoint.pace import Every
 from zbmd.training.checkpoint.storage import Storage, storage_of
 from zbmd.training.redundancy.coded.machine import Code
+from zbmd.training.stragglers.policy import OnStraggler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,8 @@ class RunOptions:
     directory or URL for them; empty: `out`. retention, codec: which are kept, and how they are written.
     hosts: of the job.
     replicas: whether ranks along `dp` stand for each other, so that no buddies have copies. files: whether
-    states are in files. code: of parities in the place of copies.
+    states are in files. code: of parities in the place of copies. on_straggler: what is done about a slow
+    rank.
     """
 
     out: Path
@@ -36,6 +38,7 @@ class RunOptions:
     replicas: bool = False
     files: bool = False
     code: Code | None = None
+    on_straggler: OnStraggler = OnStraggler.WARN
 
     @property
     def storage(self) -> Storage:

@@ -22,6 +22,7 @@ from zbmd.training.job.mesh import MeshGroups
 from zbmd.training.job.task import ResultRow, StepResult, Trainer
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook, Vote
+from zbmd.training.stragglers.samples import SAMPLE_NUMBERS, no_sample
 
 _NOTHING: npt.NDArray[np.float64] = np.zeros(0)
 
@@ -86,6 +87,8 @@ class OrderedSteps(Trainer):
     row: ResultRow
 
     def __init__(self) -> None:
+        self.sample = no_sample()
+        self.samples = np.zeros((0, SAMPLE_NUMBERS))
         self._watch: StepHook = NO_HOOK
         self._begun = AllBegun(NO_HOOK, 0, None)
         self._told: Told | None = None
@@ -152,7 +155,8 @@ class OrderedSteps(Trainer):
         watch, row, world = self._watch, self.row, self.groups.world
         at, each, votes = VOTE_NUMBERS + row.shards, row.samples, votes and self._votes is None
         busy = at + row.shards * each
-        mine = np.zeros(busy + 1 + len(beside))
+        measured = slice(busy + 1, busy + 1 + SAMPLE_NUMBERS)
+        mine = np.zeros(measured.stop + len(beside))
         if votes:
             with spans.COMM:  # it may wait for the copy of a state
                 mine[:VOTE_NUMBERS] = watch.vote().view(np.float64)
@@ -160,9 +164,10 @@ class OrderedSteps(Trainer):
             mine[VOTE_NUMBERS + shard] = loss
         for shard, ids in self._consumed.items():
             mine[at + shard * each :][:each] = ids
-        mine[busy], mine[busy + 1 :] = float(self._busy_ns), beside
+        mine[busy], mine[measured], mine[measured.stop :] = float(self._busy_ns), self.sample, beside
         with spans.COMM:
             every = world.blocking.all_gather(mine) if world.size > 1 else mine[np.newaxis]
+        self.samples = np.array([one[measured] for one in every])
         who = list(enumerate(self._reporters))
         told = self._told = Told(
             losses=tuple(float(every[place][VOTE_NUMBERS + shard]) for shard, place in who),
@@ -172,7 +177,7 @@ class OrderedSteps(Trainer):
             ),
             votes=[one[:VOTE_NUMBERS].view(np.uint64) for one in every],
             busy_ns=tuple(int(one[busy]) for one in every),
-            beside=[one[busy + 1 :] for one in every],
+            beside=[one[measured.stop :] for one in every],
         )
         if votes:
             self._votes = told.votes

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
@@ -26,6 +27,7 @@ from zbmd.training.redundancy.interface import SegmentedState
 from zbmd.training.redundancy.stamped import Note, StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.step.step_hook import StepHook
+from zbmd.training.stragglers.samples import Sample
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
@@ -103,6 +105,24 @@ class Trainer(Protocol):
     """The file of the state, if it is offloaded."""
     kept: StampedSlots | None
     """The slots of the state, if they outlive this rank otherwise."""
+
+    sample: Sample
+    """What all ranks are to be told of this rank's last step, with the results of the next one."""
+    samples: npt.NDArray[np.float64]
+    """(ranks, `SAMPLE_NUMBERS`) of what all ranks have told in the last step."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Return how many logical shards each rank of the view computes."""
+        ...
+
+    def rebalance(self, shares: Sequence[int]) -> bool:
+        """* Compute so many logical shards on each rank from the next step on, until the next view; same
+        bits.
+
+        Return whether that is possible: on all ranks alike, and otherwise nothing is changed.
+        """
+        ...
 
     @property
     def shard(self) -> SegmentedState:

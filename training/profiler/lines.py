@@ -135,7 +135,23 @@ class CutLine(msgspec.Struct, frozen=True, kw_only=True, tag="cut", tag_field="k
     deaths: Annotated[tuple[Death, ...], msgspec.Meta(max_length=RANKS_MAX)]
 
 
-Line = RunLine | StepLine | CutLine
+class StragglerLine(msgspec.Struct, frozen=True, kw_only=True, tag="straggler", tag_field="kind"):
+    """Rank `slow` was named as slow, or is no longer (`over`), as all ranks decided after `step`.
+
+    text: it in words; cause: in a word; factor: its time beside what is usual; at_ns: CLOCK_MONOTONIC. One
+    rank writes it.
+    """
+
+    step: Count
+    slow: Rank
+    cause: Name
+    factor: float
+    text: Annotated[str, msgspec.Meta(max_length=1024)]
+    at_ns: Count
+    over: bool = False
+
+
+Line = RunLine | StepLine | CutLine | StragglerLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +161,7 @@ class RankProfile:
     run: RunLine
     steps: tuple[StepLine, ...]
     cuts: tuple[CutLine, ...] = ()
+    stragglers: tuple[StragglerLine, ...] = ()
 
 
 LINE_DECODER: Final[msgspec.json.Decoder[Line]] = msgspec.json.Decoder(Line)
@@ -190,25 +207,27 @@ def _read(path: Path) -> Iterable[Line]:
 
 def _lives(lines: Iterable[Line], path: Path) -> Iterable[RankProfile]:
     run: RunLine | None = None
-    steps, cuts = list[StepLine](), list[CutLine]()
+    steps, cuts, slow = list[StepLine](), list[CutLine](), list[StragglerLine]()
     for line in lines:
         if isinstance(line, RunLine):
             if line.version != VERSION:
                 raise UserError(f"{path} has format {line.version}; this version reads format {VERSION}.")
             if run is not None and line != run:
-                yield RankProfile(run, tuple(steps), tuple(cuts))
-                steps, cuts = [], []
+                yield RankProfile(run, tuple(steps), tuple(cuts), tuple(slow))
+                steps, cuts, slow = [], [], []
             run = line
         elif run is None:
             continue  # its line was damaged
         elif isinstance(line, CutLine):
             cuts.append(line)
+        elif isinstance(line, StragglerLine):
+            slow.append(line)
         else:
             if line.end_ns < line.begin_ns or sum(line.ns.values()) != line.wall_ns:
                 raise UserError(f"{path}: the times of step {line.step} do not add up: delete the file.")
             steps.append(line)
     if run is not None:
-        yield RankProfile(run, tuple(steps), tuple(cuts))
+        yield RankProfile(run, tuple(steps), tuple(cuts), tuple(slow))
 
 
 WARM_UP_STEPS = 1

@@ -36,6 +36,7 @@ from zbmd.training.profiler.lines import (
     Overlap,
     RunLine,
     StepLine,
+    StragglerLine,
     UnitLine,
     lines_path,
     old_path,
@@ -183,6 +184,10 @@ class Profiler:
     def cut(self, at_ns: int, deaths: Sequence[Death]) -> None:
         """Note that the step under way ended at `at_ns`, without its result, because of `deaths`."""
         self._put(CutLine(at_ns=at_ns, deaths=tuple(deaths)))
+
+    def straggler(self, line: StragglerLine) -> None:
+        """Note that a rank of the run is slow, or is no longer."""
+        self._put(line)
 
     def held(self, most: ActivationPeak | None) -> None:
         """Set the peak of activations of the current step."""

@@ -16,6 +16,7 @@ from zbmd.training.job.mesh import SHARDED_AXIS, Mesh
 from zbmd.training.job.paced import require_every
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.sharded.stages import Stages
+from zbmd.training.stragglers.policy import OnStraggler
 from zbmd.training.zero.options import STAGES, ZeroOptions
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import THREADS_MAX
@@ -43,7 +44,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     rank survives it, see `zbmd.training.sharded.redundancy`. `offload`: a folder, on a disk of each host,
     for files with the ranks' states. `actors`: whether supervised actors compute; `plain`: whether one
     process computes, without any of the stack. `threads`: of
-    BLAS in each rank; the bits depend on it.
+    BLAS in each rank; the bits depend on it. `on_straggler`: what is done about a slow rank.
     """
 
     out: Path
@@ -79,6 +80,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_codec: str = Codec.NONE.value
     tensorboard: bool = False
     redundancy: str = "auto"
+    on_straggler: str = OnStraggler.WARN.value
 
     def __post_init__(self) -> None:
         if not self.zero and f"{SHARDED_AXIS}=" in self.mesh:
@@ -91,6 +93,11 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     def recuts(self, mesh: Mesh) -> bool:
         """Return whether a state is re-sharded, or read from files, when `mesh` shrinks along `dp`."""
         return self.shards_over_all(mesh) or self.offload is not None
+
+    @property
+    def spare_gradients(self) -> int:
+        """Return for how many gradients a rank has room beyond those of even shares."""
+        return int(self.on_straggler == OnStraggler.REBALANCE.value)
 
     @property
     def retention(self) -> Retention:
@@ -144,6 +151,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError("--plain is one bare loop: omit --zero, --offload, --actors and float64.")
         if self.tokens == "bpe" and self.data is None:
             raise UserError("--tokens bpe: expected --data, a file, a directory or a glob to train on.")
+        if self.on_straggler not in {one.value for one in OnStraggler}:
+            raise UserError(f"--on-straggler: expected warn, rebalance or replace, got {self.on_straggler!r}")
         self.retention.check()
         storage_of(self.checkpoint_to or self.out)
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
@@ -33,7 +33,14 @@ from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.reduction import AccumulationPlan, ShardReduction, buffers_most, is_alone
+from zbmd.training.step.reduction import (
+    AccumulationPlan,
+    ShardReduction,
+    assignment_of,
+    buffers_most,
+    buffers_of,
+    is_alone,
+)
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
 
@@ -48,7 +55,8 @@ class ReplicatedTrainer(MeshTrainer):
     begin when the backward pass has ended. `offload` makes a file for slots of so many float32 numbers: they
     lie there. With `largest`, views have meshes of any size along `dp` up to that one's. With a
     file, or `begins_later`, the slots hold the initial state only after `begin_anew`: a predecessor or a
-    replica may have a later one. rings: memory of stages' rings that outlives this object.
+    replica may have a later one. rings: memory of stages' rings that outlives this object. spare: more
+    gradients than even shares of a batch need.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class ReplicatedTrainer(MeshTrainer):
         begins_later: bool = False,
         largest: Mesh | None = None,
         rings: RingRoom | None = None,
+        spare: int = 0,
     ) -> None:
         super().__init__(recipe, groups, stages)
         self._arena = arena
@@ -78,7 +87,7 @@ class ReplicatedTrainer(MeshTrainer):
         self.own, self._cuts = self.part.own, self.part.cuts
         size = self.own.layout.size
         sizes = range(1, largest.size(DATA_AXIS) + 1) if largest else [groups.size(DATA_AXIS)]
-        buffers = buffers_most(config.shards, sizes)
+        buffers = buffers_most(config.shards, sizes) + spare
         self._buffers = [self._gradient() for _ in range(buffers)]
         is_apart = not is_alone(assign_shards(config.shards, (largest or groups.mesh).size(DATA_AXIS)))
         self._room = self._gradient() if is_apart else None
@@ -115,12 +124,23 @@ class ReplicatedTrainer(MeshTrainer):
         self._scale = self._initial_scale
         """Of the last attempt."""
 
-    def _divide(self) -> None:
-        super()._divide()
+    def _divide(self, assignment: Assignment = ()) -> None:
+        super()._divide(assignment)
         self._plan = AccumulationPlan.of(self.row.shards, *self._assignment[self.groups.data_place])
-        self._view.enter(self.groups, self._plan)
+        self._view.enter(self.groups, self._plan, self._assignment)
         self._total = self._reduction().total
         """The gradient, of this rank's part, once an attempt has computed it."""
+
+    def rebalance(self, shares: Sequence[int]) -> bool:
+        """See `Trainer`. Stages along `pp` have rings and schedules for even shares."""
+        mesh = self.groups.mesh
+        of_places = {mesh.data_place(rank): share for rank, share in enumerate(shares)}
+        assignment = assignment_of([of_places[place] for place in range(mesh.data_ranks)])
+        is_possible = self.groups.pipeline is None and sum(of_places.values()) == self.row.shards
+        if not is_possible or buffers_of(assignment) > len(self._buffers):
+            return False
+        self._divide(assignment)
+        return True
 
     def _held_matrices(self) -> HeldMatrices | None:
         """Return the parts of this stage's hidden matrices along tp; None: they are whole."""

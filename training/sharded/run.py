@@ -65,6 +65,7 @@ from zbmd.training.step.memory_estimate import (
     too_large,
 )
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.stragglers.policy import OnStraggler
 from zbmd.training.zero.options import arena_bytes_needed, kept_bytes
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import computing_with
@@ -82,6 +83,11 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     mesh, axis = mesh.with_data_axis(), mesh.sharded_axis
     if options.zero and mesh.size(mesh.sharded_axis) == 1 and mesh.world_size > 1:
         raise UserError(f"--zero shards the state along {axis}, and {mesh} has one rank there: omit it.")
+    if options.spare_gradients and (options.zero or mesh.size(PIPELINE_AXIS) > 1):
+        raise UserError(
+            "--on-straggler rebalance moves logical shards between ranks along dp that hold the same state: omit "
+            "--zero, fsdp and pp, or give --on-straggler replace."
+        )
     if options.zero and mesh.size(PIPELINE_AXIS) == 1 and (options.chunks != 1 or options.balance):
         raise UserError("--zero has no stages to divide: omit --chunks and --balance, or give pp.")
     if options.tensorboard:
@@ -219,6 +225,7 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
         copies=0 if _has_replicas(options, mesh) or code is not None else SLOTS,
         offloaded=offloaded,
         shrinks=shrinks,
+        spare=options.spare_gradients,
     )
     return replace(found, arena=found.arena + arena_bytes(code))
 
@@ -369,6 +376,7 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
                 replicas=_has_replicas(options, mesh),
                 files=options.offload is not None,
                 code=code_of_run(options, model, mesh, shrinks=shrinks),
+                on_straggler=OnStraggler(options.on_straggler),
             )
             if mesh.world_size > 1 and not again and worker.rank == 0:
                 found = redundancy_of(options, mesh, shrinks=shrinks)

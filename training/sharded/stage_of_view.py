@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.job.mesh import TENSOR_AXIS, MeshGroups
 from zbmd.training.pipeline.part import OwnParts
@@ -58,11 +59,15 @@ class StageOfView:
         self._rings = RingRoom() if rings is None else rings
         self._made: StagePasses | None = None
 
-    def enter(self, groups: MeshGroups, plan: AccumulationPlan) -> None:
-        """Go on in the groups of a new view, where this rank computes the shards of `plan`."""
+    def enter(self, groups: MeshGroups, plan: AccumulationPlan, assignment: Assignment = ()) -> None:
+        """Go on in the groups of a new view, where this rank computes the shards of `plan`.
+
+        assignment: the shards of each place among those that divide the data, unless they are even.
+        """
         self.close()
         self._groups, self._plan = groups, plan
-        self._programs = self._stages.programs(self._recipe.config, groups.mesh)[groups.data_place]
+        every = self._stages.programs(self._recipe.config, groups.mesh, assignment)
+        self._programs = every[groups.data_place]
 
     def close(self, *, gave_up: bool = False) -> None:
         """Leave the neighbours' memory; with `gave_up` their waits for this rank end. Idempotent.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbmd.collectives.algorithms.shard_tree import assign_shards
+from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
@@ -50,8 +50,13 @@ class Stages:
             return balanced_cuts([1.0] * layers_in(config), stages * self.chunks)
         return self.cuts or even_cuts(config.layers, shape)
 
-    def programs(self, training: TrainingConfig, mesh: Mesh) -> tuple[tuple[StageProgram, ...], ...]:
-        """The programs of the pipeline at each place among those that divide the data. Raises `UserError`."""
+    def programs(
+        self, training: TrainingConfig, mesh: Mesh, assignment: Assignment = ()
+    ) -> tuple[tuple[StageProgram, ...], ...]:
+        """The programs of the pipeline at each place among those that divide the data. Raises `UserError`.
+
+        assignment: the shards of each place, unless they are even.
+        """
         if mesh.size(PIPELINE_AXIS) > 1 and training.shards < mesh.data_ranks:
             along = " × ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.data_axes)
             raise UserError(
@@ -63,7 +68,7 @@ class Stages:
                 self.schedule,
                 Shape(stages=mesh.size(PIPELINE_AXIS), chunks=self.chunks, microbatches=max(1, stop - start)),
             )
-            for start, stop in assign_shards(training.shards, mesh.data_ranks)
+            for start, stop in assignment or assign_shards(training.shards, mesh.data_ranks)
         )
 
 
@@ -89,17 +94,18 @@ def bytes_needed(
     copies: int = 0,
     offloaded: bool = False,
     shrinks: bool = False,
+    spare: int = 0,
 ) -> RankBytes:
     """Of any rank of the mesh; `model` is the first part along `tp`, `copies`: of states kept for others.
 
     `dtype` is that of weights and gradients. offloaded: whether states are in files;
-    shrinks: whether views may have fewer ranks along `dp`.
+    shrinks: whether views may have fewer ranks along `dp`; spare: gradients beyond those of even shares.
 
     Raises `UserError` for layers or shards that cannot be divided over the mesh.
     """
     most = elements_most(model.config, mesh, stages)
     data_ranks = mesh.size(DATA_AXIS)
-    buffers = buffers_most(training.shards, range(1, data_ranks + 1) if shrinks else [data_ranks])
+    buffers = buffers_most(training.shards, range(1, data_ranks + 1) if shrinks else [data_ranks]) + spare
     computing = computing_dtype(dtype)
     stored = (buffers + 1 + (dtype != computing or offloaded)) * most * dtype.itemsize
     state = 0 if offloaded else state_elements(most, dtype, training.optimizer) * computing.itemsize

@@ -205,6 +205,7 @@ class EngineTask(Task[TrainResult]):
                 begins_later=True,
                 largest=self.mesh if self._shrinks else None,
                 rings=self._rings,
+                spare=options.spare_gradients,
             )
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])

@@ -229,11 +229,22 @@ class MeshTrainer(OrderedSteps):
         self._loader = BatchLoader(recipe)
         self._compute_ns = self._waited_ns = 0
 
-    def _divide(self) -> None:
-        """Divide the logical shards over the ranks of this view."""
+    def _divide(self, assignment: Assignment = ()) -> None:
+        """Divide the logical shards over the ranks of this view; evenly, unless `assignment` says how."""
         mesh = self.groups.mesh
-        self._assignment = assign_shards(self.row.shards, mesh.data_ranks)
+        self._assignment = assignment or assign_shards(self.row.shards, mesh.data_ranks)
         self._reporters = reporters(self.part.own, mesh, self._assignment)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """See `Trainer`."""
+        mesh, assignment = self.groups.mesh, self._assignment
+        of_rank = (assignment[mesh.data_place(rank)] for rank in range(mesh.world_size))
+        return tuple(stop - start for start, stop in of_rank)
+
+    def rebalance(self, shares: Sequence[int]) -> bool:
+        """See `Trainer`: a policy that can compute uneven shares overrides it."""
+        return False
 
     def _gathered_along_tp(self, piece: Array) -> Sequence[Array]:
         model = self.recipe.model

@@ -18,6 +18,7 @@ from typing import Any, Final, assert_never
 
 import numpy as np
 
+from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
@@ -131,8 +132,8 @@ class ZeroTrainer(MeshTrainer):
         """Of all ranks' gradients, of the last attempt."""
         self._divide()
 
-    def _divide(self) -> None:
-        super()._divide()
+    def _divide(self, assignment: Assignment = ()) -> None:
+        super()._divide(assignment)
         groups, parts = self.groups, self.part.own
         self._reduction = ShardedReduction(groups, self.row.shards)
         self.own.divide(self._reduction.sums)

@@ -96,6 +96,18 @@ class AccumulationPlan:
                 add_onto(buffers[addition.target][span], buffers[addition.source][span])
 
 
+def assignment_of(shares: Sequence[int]) -> Assignment:
+    """Return contiguous ranges of so many shards each, one behind the other."""
+    stops = np.cumsum(shares).tolist()
+    return tuple((stop - share, stop) for share, stop in zip(shares, stops, strict=True))
+
+
+def buffers_of(assignment: Assignment) -> int:
+    """Return the partial sums that any of these ranks holds at once."""
+    shards = max(stop for _, stop in assignment)
+    return max(AccumulationPlan.of(shards, *share).buffers for share in assignment)
+
+
 def buffers_most(shards: int, sizes: Iterable[int]) -> int:
     """Return the partial sums that any rank of groups of these sizes holds at once, each with its share."""
     shares = (share for size in sizes for share in assign_shards(shards, size))

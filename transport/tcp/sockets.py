@@ -63,6 +63,9 @@ _NAME_BYTES: Final = 16
 """TCP_CA_NAME_MAX."""
 _MIN_RTT: Final = struct.Struct("=148xI")
 """`tcpi_min_rtt` in Linux's struct tcp_info, us; all ones: none was measured."""
+_SMOOTHED: Final = struct.Struct("=B67xI")
+"""`tcpi_state` and `tcpi_rtt`."""
+ESTABLISHED: Final = 1
 
 
 def begin_short(sock: socket.socket) -> None:
@@ -94,6 +97,13 @@ def min_round_trip_us(sock: socket.socket) -> int:
         return SHORT_PATH_US  # a kernel before 4.6 does not say
     (rtt_us,) = _MIN_RTT.unpack(info)
     return int(rtt_us)
+
+
+def smoothed_round_trip_us(sock: socket.socket) -> int:
+    """Return the kernel's mean round trip of an established TCP connection, us; 0 for any other socket."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SMOOTHED.size)
+    state, smoothed_us = _SMOOTHED.unpack(info) if len(info) == _SMOOTHED.size else (0, 0)
+    return int(smoothed_us) if state == ESTABLISHED else 0
 
 
 def _name(sock: socket.socket) -> bytes:

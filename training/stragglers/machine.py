@@ -1,0 +1,271 @@
+"""Which rank is a straggler, and why: a pure machine over what all ranks measured of each step.
+
+Every rank runs it over the same numbers, which travel with the losses of a step, so all come to the same
+decision at the same step, without a message more. It begins again in each view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final, TypeAlias, assert_never
+
+import numpy as np
+
+from zbmd.training.stragglers.samples import SAMPLE_NUMBERS, Field
+from zbmd.training.stragglers.scores import PAST, PEERS, STEPS_MIN, THRESHOLD, Floats, Scores, lower_median
+from zbmd.transport.errors import LocalProtocolError
+
+WARM_UP_STEPS: Final = 3
+"""Of each view: plans, files and memory are made in them."""
+PART_MIN: Final = 0.4
+"""Evidence that is at least so much of an excess is its explanation."""
+RECENT: Final = 1 / STEPS_MIN
+KNOWN: Final = 1 / 64
+"""The weight of the last step in the means of evidence: of late, and while no rank is suspected."""
+FAR: Final = 2.0
+"""A round trip that is so many times that of other ranks, and more than this in us, blames the link."""
+ROUND_TRIP_MIN_US: Final = 200.0
+
+
+class Cause(Enum):
+    """What a rank loses time to."""
+
+    COMPUTE = "compute"
+    DATA = "data"
+    RUNTIME = "runtime"
+    """Garbage collection, the event loop, or other threads of the rank."""
+    CHECKPOINT = "checkpoint"
+    LINK = "link"
+
+
+_ROWS: Final = (Cause.COMPUTE, Cause.DATA, Cause.RUNTIME, Cause.CHECKPOINT, Cause.LINK)
+_EVIDENCE: Final = (Field.DELAY, Field.STEAL, Field.THROTTLED, Field.OTHERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """A view begins. ranks: its members; shards: the logical shards of each; alike: equal where work is."""
+
+    ranks: tuple[int, ...]
+    shards: tuple[int, ...]
+    alike: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step has ended. samples: (ranks, `SAMPLE_NUMBERS`) of the step before, in the order of members."""
+
+    step: int
+    samples: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Logical shards have moved between ranks. shards: of each member."""
+
+    shards: tuple[int, ...]
+
+
+StragglerEvent: TypeAlias = Entered | Stepped | Moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A rank is slow. factor: its working time of late, beside what is usual; incarnation: of the rank.
+
+    past: whether it is slow beside its own past; peers: beside ranks with equal work.
+    """
+
+    step: int
+    rank: int
+    incarnation: int
+    cause: Cause
+    factor: float
+    evidence: str
+    past: bool
+    peers: bool
+
+    @property
+    def text(self) -> str:
+        """Return it in words."""
+        usual = {(True, False): "its own past", (False, True): "its peers"}.get(
+            (self.past, self.peers), "its own past and its peers"
+        )
+        return (
+            f"rank {self.rank} is slow: it works {self.factor:.2f} times as long as {usual}; cause "
+            f"{self.cause.value}: {self.evidence}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """A rank that was named is no longer slow for this cause."""
+
+    step: int
+    rank: int
+    cause: Cause
+
+    @property
+    def text(self) -> str:
+        """Return it in words."""
+        return f"rank {self.rank} is no longer slow (cause {self.cause.value})"
+
+
+StragglerAction: TypeAlias = Named | Cleared
+
+
+class StragglerMachine:
+    """Names stragglers, each once for a cause, and clears them."""
+
+    def __init__(self) -> None:
+        self._entered = Entered(ranks=(), shards=(), alike=())
+        self._scores: Scores | None = None
+        self._seen = 0
+        self._named: dict[tuple[int, int], Cause] = {}
+        """By place and row."""
+        self._usual: Floats = np.zeros((0, 0))
+        self._late: Floats = np.zeros((0, 0))
+
+    def handle(self, event: StragglerEvent) -> list[StragglerAction]:
+        """Take an event; return what is to be reported. Raises `LocalProtocolError` for one out of order."""
+        match event:
+            case Entered():
+                self._enter(event)
+                return []
+            case Moved():
+                if len(event.shards) != len(self._entered.ranks):
+                    raise LocalProtocolError("expected the shards of each member of the view")
+                self._entered = replace(self._entered, shards=event.shards)
+                return []
+            case Stepped():
+                return self._step(event)
+            case _:
+                assert_never(event)
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if a state contradicts itself."""
+        ranks = len(self._entered.ranks)
+        assert len(self._entered.shards) == len(self._entered.alike) == ranks
+        assert all(place < ranks and row < len(_ROWS) for place, row in self._named)
+        if self._scores is not None:
+            sums = self._scores.sums
+            assert np.isfinite(sums).all() and (sums >= 0).all() and (sums <= THRESHOLD).all()
+
+    @property
+    def scores(self) -> Floats:
+        """Return (2, causes, ranks): beside its past and its peers, from 0 to 1, which is an alarm."""
+        ranks = len(self._entered.ranks)
+        return np.zeros((2, len(_ROWS), ranks)) if self._scores is None else self._scores.sums / THRESHOLD
+
+    def _enter(self, event: Entered) -> None:
+        self._entered, self._seen, self._named = event, 0, {}
+        by_work: dict[tuple[int, ...], list[int]] = {}
+        for place, key in enumerate(event.alike):
+            by_work.setdefault((key,), []).append(place)
+        ranks = len(event.ranks)
+        alone = ranks < 2  # nobody waits for it
+        self._scores = None if alone else Scores((len(_ROWS), ranks), tuple(map(tuple, by_work.values())))
+        self._usual = np.zeros((len(_EVIDENCE), ranks))
+        self._late = np.zeros((len(_EVIDENCE), ranks))
+
+    def _step(self, event: Stepped) -> list[StragglerAction]:
+        scores, ranks = self._scores, len(self._entered.ranks)
+        if event.samples.shape != (ranks, SAMPLE_NUMBERS):
+            raise LocalProtocolError(f"expected samples of {ranks} ranks, got {event.samples.shape}")
+        if scores is None or not event.samples[:, Field.KNOWN].all() or not np.isfinite(event.samples).all():
+            return []
+        self._seen += 1
+        if self._seen <= WARM_UP_STEPS:
+            return []
+        samples = event.samples.T
+        sums = scores.take(self._costs(samples)).max(axis=0)
+        self._weigh(samples[list(_EVIDENCE)], calm=not self._named and bool(sums.max() < THRESHOLD / 3))
+        actions: list[StragglerAction] = []
+        for row, place in np.argwhere(sums >= THRESHOLD).tolist():
+            if (place, row) not in self._named:
+                actions.append(self._name(event, scores, row, place))
+        for place, row in [key for key in self._named if not sums[key[1], key[0]]]:
+            cause = self._named.pop((place, row))
+            actions.append(Cleared(step=event.step, rank=self._entered.ranks[place], cause=cause))
+        return actions
+
+    def _costs(self, samples: Floats) -> Floats:
+        """Return what each cause took each rank, (causes, ranks), in ns, for the same number of shards."""
+        shards = np.array(self._entered.shards, float)
+        passes = samples[Field.PASSES] * np.where(shards > 0, shards.mean() / np.maximum(shards, 1), 1.0)
+        trips = samples[Field.ROUND_TRIP]
+        ratio = trips / np.maximum(lower_median(trips), ROUND_TRIP_MIN_US)
+        blame = np.clip((ratio - FAR) / FAR, 0.0, 1.0)
+        return np.stack(
+            [
+                passes + samples[Field.UPDATE],
+                samples[Field.DATA],
+                samples[Field.COLLECTOR],
+                samples[Field.CHECKPOINT],
+                samples[Field.WAIT].min() * blame,  # what even the last rank to come waits for
+            ]
+        )
+
+    def _weigh(self, found: Floats, *, calm: bool) -> None:
+        first = self._seen == WARM_UP_STEPS + 1
+        self._late += (found - self._late) * (1.0 if first else RECENT)
+        if first or calm:
+            weight = max(KNOWN, 1 / (self._seen - WARM_UP_STEPS))
+            self._usual += (found - self._usual) * weight
+
+    def _name(self, event: Stepped, scores: Scores, row: int, place: int) -> Named:
+        both = scores.sums[:, row, place] >= THRESHOLD
+        excess = float(scores.excess[:, row, place][both].max())
+        cause, evidence = self._explained(_ROWS[row], excess, float(scores.own_ns[0, place]), event, place)
+        self._named[place, row] = cause
+        return Named(
+            step=event.step,
+            rank=self._entered.ranks[place],
+            incarnation=int(event.samples[place, Field.INCARNATION]),
+            cause=cause,
+            factor=1.0 + excess,
+            evidence=evidence,
+            past=bool(both[PAST]),
+            peers=bool(both[PEERS]),
+        )
+
+    def _explained(
+        self, cause: Cause, excess: float, own_ns: float, event: Stepped, place: int
+    ) -> tuple[Cause, str]:
+        more_ms = excess * own_ns / 1e6
+        if cause is not Cause.COMPUTE:
+            return cause, self._plain_words(cause, more_ms, event, place)
+        grown = (self._late - self._usual)[:, place]
+        others = np.delete(self._late[:, :], place, axis=1).min(axis=1)
+        beside = (self._late[:, place] - others) if not grown.max() > 0 else grown
+        most = int(np.argmax(beside))
+        if beside[most] < PART_MIN * excess * own_ns:
+            return cause, (
+                f"its passes and updates take {more_ms:.1f} ms a step more, and no other process, quota or "
+                "hypervisor took that: its processor or memory is slower, or it is stopped now and then"
+            )
+        took_ms = beside[most] / 1e6
+        words = {
+            Field.DELAY: "another process or thread has its processor for",
+            Field.STEAL: "the hypervisor takes its processor (steal) for",
+            Field.THROTTLED: "the quota of its cgroup is used up for",
+            Field.OTHERS: "its event loop or other threads of its own take",
+        }[_EVIDENCE[most]]
+        of = Cause.RUNTIME if _EVIDENCE[most] is Field.OTHERS else cause
+        return of, f"{words} {took_ms:.1f} ms a step more"
+
+    def _plain_words(self, cause: Cause, more_ms: float, event: Stepped, place: int) -> str:
+        if cause is Cause.LINK:
+            trips: Sequence[float] = event.samples[:, Field.ROUND_TRIP].tolist()
+            usual = float(np.median(trips))
+            return (
+                f"its connections' round trips take {trips[place]:.0f} us, where others' take {usual:.0f} us"
+            )
+        words = {
+            Cause.DATA: "it waits for its batches",
+            Cause.RUNTIME: "garbage collection takes",
+            Cause.CHECKPOINT: "checkpoints hold it up for",
+        }[cause]
+        return f"{words} {more_ms:.1f} ms a step more"

@@ -56,6 +56,7 @@ NODE_COMMANDS = (
 )
 COMMANDS = (
     *("demo", "train", "generate", "ledger", "plot", "replay", "flights", "profile", "goodput", "snapshots"),
+    "inject",
     *("trace", "query", "export", "dashboard", "checkpoint", "checkpoint convert", "plan"),
     *("plan pipeline", "sim", "sim hunt", "sim run", "sim list", "sim collectives"),
     *("bench", "bench p2p", "bench put", "bench collectives", "bench detect", "bench actors"),

@@ -212,6 +212,7 @@ class _Rank:
 
 TRACE_NAME: Final = "trace.json"
 RANKS_SHOWN: Final = 8
+STRAGGLERS_SHOWN: Final = 20
 """Of more ranks the table has the sums alone."""
 GIGA: Final = 1e9
 MIB: Final = 1 << 20
@@ -262,11 +263,13 @@ def _lives(runs: Sequence[Path]) -> list[RankProfile]:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    summary = summary_of(_lives(arguments.runs), peak_here)
+    lives = _lives(arguments.runs)
+    summary = summary_of(lives, peak_here)
     if arguments.json:
-        print(msgspec.json.encode(as_json(summary)).decode())
+        slow = [msgspec.to_builtins(line) for life in lives for line in life.stragglers]
+        print(msgspec.json.encode({**as_json(summary), "stragglers": slow}).decode())
     else:
-        print("\n".join(table_of(summary)))
+        print("\n".join([*table_of(summary), *stragglers_of(lives)]))
     return 0
 
 
@@ -310,6 +313,13 @@ def table_of(summary: Summary) -> list[str]:
         lines.append(_row(name, f"{_per_step_ms(summary) * share:.2f}", f"{share:.1%}", *own))
     told = [*_overlap_lines(summary), *_held_lines(summary), *_utilisation_lines(summary)]
     return [*lines, "", *told, "", *_unit_lines(summary)]
+
+
+def stragglers_of(lives: Sequence[RankProfile]) -> list[str]:
+    """The lines of the table on ranks that were slow; none, if none was."""
+    found = sorted((line for life in lives for line in life.stragglers), key=lambda line: line.at_ns)
+    shown = [f"step {line.step}: {line.text}" for line in found[-STRAGGLERS_SHOWN:]]
+    return ["", "stragglers", *shown] if shown else []
 
 
 def _per_step_ms(summary: Summary) -> float:

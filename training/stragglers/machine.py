@@ -40,8 +40,18 @@ class Cause(Enum):
     LINK = "link"
 
 
-_ROWS: Final = (Cause.COMPUTE, Cause.DATA, Cause.RUNTIME, Cause.CHECKPOINT, Cause.LINK)
-_EVIDENCE: Final = (Field.DELAY, Field.STEAL, Field.THROTTLED, Field.OTHERS)
+_ROWS: Final = (
+    Cause.COMPUTE,
+    Cause.COMPUTE,
+    Cause.DATA,
+    Cause.RUNTIME,
+    Cause.CHECKPOINT,
+    Cause.LINK,
+)
+"""Of the scores. The first is what its own work takes, the second what it waits for a processor meanwhile: on
+a machine with much other load the second varies more, and hides nothing of the first."""
+_CONTENDED: Final = 1
+_EVIDENCE: Final = (Field.STEAL, Field.THROTTLED, Field.OTHERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +204,18 @@ class StragglerMachine:
     def _costs(self, samples: Floats) -> Floats:
         """Return what each cause took each rank, (causes, ranks), in ns, for the same number of shards."""
         shards = np.array(self._entered.shards, float)
-        passes = samples[Field.PASSES] * np.where(shards > 0, shards.mean() / np.maximum(shards, 1), 1.0)
+        even = np.where(shards > 0, shards.mean() / np.maximum(shards, 1), 1.0)
+        both, delay = samples[Field.PASSES] + samples[Field.UPDATE], samples[Field.DELAY]
+        of_passes = samples[Field.PASSES] / np.maximum(both, 1.0)
+        passes = (samples[Field.PASSES] - np.minimum(delay * of_passes, samples[Field.PASSES])) * even
+        update = samples[Field.UPDATE] - np.minimum(delay * (1 - of_passes), samples[Field.UPDATE])
         trips = samples[Field.ROUND_TRIP]
         ratio = trips / np.maximum(lower_median(trips), ROUND_TRIP_MIN_US)
         blame = np.clip((ratio - FAR) / FAR, 0.0, 1.0)
         return np.stack(
             [
-                passes + samples[Field.UPDATE],
+                passes + update,
+                np.minimum(delay, both) * even,
                 samples[Field.DATA],
                 samples[Field.COLLECTOR],
                 samples[Field.CHECKPOINT],
@@ -218,7 +233,8 @@ class StragglerMachine:
     def _name(self, event: Stepped, scores: Scores, row: int, place: int) -> Named:
         both = scores.sums[:, row, place] >= THRESHOLD
         excess = float(scores.excess[:, row, place][both].max())
-        cause, evidence = self._explained(_ROWS[row], excess, float(scores.own_ns[0, place]), event, place)
+        more_ns = excess * float(scores.own_ns[0, place])
+        cause, evidence = self._explained(row, more_ns, event, place)
         self._named[place, row] = cause
         return Named(
             step=event.step,
@@ -231,30 +247,30 @@ class StragglerMachine:
             peers=bool(both[PEERS]),
         )
 
-    def _explained(
-        self, cause: Cause, excess: float, own_ns: float, event: Stepped, place: int
-    ) -> tuple[Cause, str]:
-        more_ms = excess * own_ns / 1e6
+    def _explained(self, row: int, more_ns: float, event: Stepped, place: int) -> tuple[Cause, str]:
+        cause, more_ms = _ROWS[row], more_ns / 1e6
         if cause is not Cause.COMPUTE:
             return cause, self._plain_words(cause, more_ms, event, place)
-        grown = (self._late - self._usual)[:, place]
-        others = np.delete(self._late[:, :], place, axis=1).min(axis=1)
-        beside = (self._late[:, place] - others) if not grown.max() > 0 else grown
-        most = int(np.argmax(beside))
-        if beside[most] < PART_MIN * excess * own_ns:
-            return cause, (
-                f"its passes and updates take {more_ms:.1f} ms a step more, and no other process, quota or "
-                "hypervisor took that: its processor or memory is slower, or it is stopped now and then"
+        usual = np.minimum(self._usual[:, place], np.delete(self._late, place, axis=1).min(axis=1))
+        grown = self._late[:, place] - usual
+        steal_ns, throttled_ns, others_ns = grown.tolist()
+        least_ns = PART_MIN * more_ns
+        if throttled_ns >= least_ns:
+            return cause, f"the quota of its cgroup is used up for {throttled_ns / 1e6:.1f} ms a step more"
+        if row == _CONTENDED:
+            return cause, f"another process has its processor for {more_ms:.1f} ms a step more"
+        if steal_ns >= least_ns:
+            return (
+                cause,
+                f"the hypervisor takes its processor (steal) for {steal_ns / 1e6:.1f} ms a step more",
             )
-        took_ms = beside[most] / 1e6
-        words = {
-            Field.DELAY: "another process or thread has its processor for",
-            Field.STEAL: "the hypervisor takes its processor (steal) for",
-            Field.THROTTLED: "the quota of its cgroup is used up for",
-            Field.OTHERS: "its event loop or other threads of its own take",
-        }[_EVIDENCE[most]]
-        of = Cause.RUNTIME if _EVIDENCE[most] is Field.OTHERS else cause
-        return of, f"{words} {took_ms:.1f} ms a step more"
+        if others_ns >= least_ns:
+            took = f"{others_ns / 1e6:.1f} ms a step more"
+            return Cause.RUNTIME, f"its event loop or other threads of its own compute for {took}"
+        return cause, (
+            f"its passes and updates take {more_ms:.1f} ms a step more, and no other process, quota or "
+            "hypervisor took that: its processor or memory is slower, or it is stopped now and then"
+        )
 
     def _plain_words(self, cause: Cause, more_ms: float, event: Stepped, place: int) -> str:
         if cause is Cause.LINK:

@@ -69,6 +69,10 @@ class Scores:
         self._centre: Floats = np.zeros((2, *shape))
         self._noise: Floats = np.full((2, *shape), np.inf)
         self._steps = 0
+        self._idle: npt.NDArray[np.int64] = np.zeros((*shape[:-1], 1), np.int64)
+        self._gap: npt.NDArray[np.int64] = np.full((*shape[:-1], 1), STEPS_MIN)
+        """Steps since a cause cost anyone anything, and the most between two that did while a rank was
+        suspected."""
 
     @property
     def own_ns(self) -> Floats:
@@ -87,6 +91,7 @@ class Scores:
         active = ns.max(axis=-1, keepdims=True) > ACTIVE * self._own.min(axis=-1, keepdims=True)
         if known.any():
             excess = self._excess(ns)
+            self._forget(active)
             self._add(excess - self._centre, active & known)
         quiet = self.sums.max(axis=0).max(axis=-1, keepdims=True) < QUIET
         self._remember(ns, (active & quiet) | ~known)
@@ -115,6 +120,16 @@ class Scores:
         moved = np.concatenate([self._recent[..., 1:], excess[..., np.newaxis]], axis=-1)
         self._recent = np.where(active[..., np.newaxis], moved, self._recent)
 
+    def _forget(self, active: Bools) -> None:
+        """Let a cause go that costs nobody anything any more, after twice the time that was between two
+        costs."""
+        suspected = self.sums.max(axis=0).max(axis=-1, keepdims=True) > 0
+        longest = np.where(active, np.maximum(self._gap, self._idle), self._gap)
+        self._gap = np.where(suspected, longest, STEPS_MIN)
+        self._idle = np.where(active, 0, self._idle + 1)
+        loss = np.where(self._idle > 2 * self._gap, THRESHOLD / STEPS_MIN, 0.0)
+        self.sums = np.maximum(0.0, self.sums - loss)
+
     def _remember(self, ns: Floats, wanted: Bools) -> None:
         place = np.broadcast_to(self._count % WINDOW, ns.shape)[..., np.newaxis]
         old = np.take_along_axis(self._past, place, axis=-1)
@@ -133,7 +148,7 @@ class Scores:
         every = np.moveaxis(self._excess(np.moveaxis(past, -1, 0)), 1, -1)  # a step is a run of its own
         centre = np.median(every, axis=-1)
         spread = np.partition(every, _UPPER, axis=-1)[..., _UPPER] - centre
-        doubt = 1.0 + 2.0 / np.sqrt(valid[..., 0])  # of an estimate from few steps
+        doubt = 1.0 + PAST_MIN / valid[..., 0]  # of an estimate from few steps
         self._noise = np.maximum(NOISE_MIN, spread * doubt * _persistence(every > centre[..., np.newaxis]))
         self._noise[:, self._count[..., 0] < PAST_MIN] = np.inf
         self._centre[PAST] = centre[PAST]

@@ -83,6 +83,7 @@ from zbmd.training.redundancy.stamped import StateName
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.ledger import LOG_FORMAT, CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
 from zbmd.training.run.loop_steps import LoopPlan
+from zbmd.training.stragglers.delays import read_delay
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
@@ -464,6 +465,7 @@ file_target(
     "the note of a rank that ran out of memory",
     (b'{"job":7,"rank":1,"incarnation":1,"step":3}',),
 )(read_note)
+target("stragglers.delay", "a delay of a rank's batches", lambda: (b'{"delay_ms":30.0}',))(read_delay)
 target("checkpoint.names", "what names the shards of a checkpoint", lambda: (_shard_files()[0],), UserError)(
     lambda data: _shards(data, _shard_files()[1])
 )

@@ -1,0 +1,191 @@
+"""`zbmd inject` on running jobs: the rank is named with its cause, moved away from or replaced; all is restored."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from programs import PROGRAMS
+from support.processes.launcher import MARKER, marked
+from support.processes.polling import until
+
+from zbmd.tools.inject.command import target_in
+from zbmd.tools.runs.profile import stragglers_of
+from zbmd.tools.telemetry.ingest import RunDatabase
+from zbmd.training.profiler.lines import read_profiles
+from zbmd.transport.errors import UserError
+
+if TYPE_CHECKING:
+    from support.processes.launcher import Launcher, Running
+
+WORK = str(PROGRAMS / "training/even_work.py")
+KNOWN_STEPS = 32
+"""After these a rank is compared with its past."""
+
+
+@contextmanager
+def work(launcher: Launcher, out: Path, steps: int, on_straggler: str = "warn") -> Generator[Running]:
+    with launcher.start(
+        "run", "-n", "2", "--arena", "64MiB", WORK, str(out), str(steps), on_straggler
+    ) as running:
+        running.until(rf"step {KNOWN_STEPS} loss")
+        yield running
+
+
+@contextmanager
+def injected(out: Path, *words: str) -> Generator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "zbmd", "inject", str(out), "--for", "10min", *words]
+    environment = {**os.environ, MARKER: out.as_posix()}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert "is slowed for" in said, said + process.stderr.read()
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def digest_of(running: Running) -> str:
+    (found,) = re.findall(r'"state_sha256":"(\w+)"', running.text)
+    return found
+
+
+def stop(running: Running) -> None:
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end() == 128 + signal.SIGTERM, running.text
+
+
+def test_a_rank_that_is_stopped_now_and_then_is_named_and_cleared(launcher: Launcher) -> None:
+    out = launcher.directory / "out"
+    with work(launcher, out, 100_000) as running:
+        with injected(out, "--rank", "1", "--slow", "150%"):
+            (named,) = running.until(r"step (\d+) rank 1 is slow: .* cause compute: (.*)")
+        running.until(r"rank 1 is no longer slow \(cause compute\)")
+        stop(running)
+    others = re.findall(r"rank \d is slow: .* cause (?:data|runtime|checkpoint|link).*", running.text)
+    assert not others and "nothing is done about it" in named[2], running.text
+    lines = [line for life in read_profiles(out) for line in life.stragglers]
+    assert [(line.slow, line.over) for line in lines if line.slow == 1][:2] == [(1, False), (1, True)]
+    assert lines[0].text in "\n".join(stragglers_of(read_profiles(out)))
+    with RunDatabase(out) as database:
+        database.update()
+        rows = database.connection.execute(
+            "select rank, text from events where kind = 'straggler'"
+        ).fetchall()
+    assert (1, lines[0].text) in rows
+
+
+def test_a_rank_whose_batches_are_late_is_named_for_its_data(launcher: Launcher) -> None:
+    out = launcher.directory / "out"
+    with work(launcher, out, 100_000) as running:
+        with injected(out, "--rank", "0", "--data-delay", "60ms"):
+            running.until(r"step \d+ rank 0 is slow: .* cause data: it waits for its batches")
+        stop(running)
+
+
+def test_shards_move_away_from_a_slow_rank_and_the_bits_stay(launcher: Launcher) -> None:
+    calm = launcher.directory / "calm"
+    with launcher.start("run", "-n", "1", "--arena", "64MiB", WORK, str(calm), "150", "warn") as alone:
+        assert alone.end() == 0, alone.text
+    out = launcher.directory / "out"
+    with work(launcher, out, 150, "rebalance") as running, injected(out, "--rank", "1", "--slow", "200%"):
+        running.until(r"rank 1 is slow: .*; logical shards of ranks are now [567], [123]$")
+        assert running.end() == 0, running.text
+    assert digest_of(running) == digest_of(alone)
+
+
+def test_a_slow_rank_is_replaced_once(launcher: Launcher) -> None:
+    out = launcher.directory / "out"
+    with work(launcher, out, 150, "replace") as running, injected(out, "--rank", "1", "--slow", "200%"):
+        running.until(r"rank 1 is slow: .*; it is ended, as if it had died")
+        running.until(r"2 ranks together again")
+        assert running.end() == 0, running.text
+    assert running.text.count("it is ended, as if it had died") >= 1
+    assert max(life.run.incarnation for life in read_profiles(out)) == 2
+
+
+async def test_a_killed_injector_leaves_nothing(launcher: Launcher) -> None:
+    out = launcher.directory / "out"
+    with work(launcher, out, 100_000) as running:
+        target = target_in(out, 1)
+        before = Path(f"/proc/{target.pid}/cgroup").read_text()
+        with injected(out, "--rank", "1", "--slow", "1000%", "--load", "1", "--nice", "19") as process:
+            await until(lambda: state_of(target.pid) == "T")
+            process.kill()
+            process.wait()
+        running.until(rf"step {2 * KNOWN_STEPS} loss")
+        await until(lambda: not marked(out.as_posix()))
+        assert state_of(target.pid) != "T" and Path(f"/proc/{target.pid}/cgroup").read_text() == before
+        os.close(target.pidfd)
+        stop(running)
+
+
+def test_a_quota_is_undone_or_refused_with_what_it_needs(launcher: Launcher) -> None:
+    out = launcher.directory / "out"
+    with work(launcher, out, 100_000) as running:
+        pid = target_in(out, 1).pid
+        before = Path(f"/proc/{pid}/cgroup").read_text()
+        command = [sys.executable, "-m", "zbmd", "inject", str(out), "--rank", "1", "--cpus", "0.5", "--for"]
+        done = subprocess.run([*command, "200ms"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.count("is as before")) == (0, 1) or (
+            done.returncode == 2 and "it needs one with the cpu controller" in done.stderr
+        ), done.stderr
+        assert Path(f"/proc/{pid}/cgroup").read_text() == before
+        stop(running)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--slow", "0%"), "--slow: expected 1% to 1000%"),
+        (("--data-delay", "1h"), "--data-delay: expected up to 1min"),
+        (("--link-delay", "1ms"), "name the --interface"),
+        ((), "nothing to do"),
+    ],
+)
+def test_what_cannot_be_injected_is_refused(
+    words: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zbmd.tools.entry import zbmd
+
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    (profile / "rank0-1.jsonl").write_bytes(own_line() + b"\n")
+    assert zbmd.main(["inject", str(tmp_path), "--rank", "0", "--for", "1s", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def own_line() -> bytes:
+    """Return the first line of the profile of this process."""
+    from zbmd.training.profiler.profiler import open_profiler
+
+    return msgspec.json.encode(open_profiler(Path(), None, sequences=1, environ={"ZBMD_PROFILE": "off"}).run)
+
+
+def test_ranks_that_are_not_here_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no profile in"):
+        target_in(tmp_path, 0)
+    (tmp_path / "profile").mkdir()
+    line = msgspec.json.decode(own_line())
+    for change, told in (
+        ({"rank": 1}, "no such rank"),
+        ({"boot_id": "another", "host": "far"}, "runs on far"),
+        ({"process_ns": 1}, "has ended"),
+    ):
+        (tmp_path / "profile/rank0-1.jsonl").write_bytes(msgspec.json.encode({**line, **change}) + b"\n")
+        with pytest.raises(UserError, match=told):
+            target_in(tmp_path, 0)

@@ -1,0 +1,147 @@
+"""The machine: whom it names for what, when it takes that back, and that all ranks decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbmd.training.stragglers.machine import (
+    Cause,
+    Cleared,
+    Entered,
+    Moved,
+    Named,
+    Stepped,
+    StragglerAction,
+    StragglerMachine,
+)
+from zbmd.training.stragglers.samples import SAMPLE_NUMBERS, Field
+from zbmd.transport.errors import LocalProtocolError
+
+MS = 1e6
+SLOW_FROM, STEPS = 50, 90
+
+
+def samples(draw: np.random.Generator, ranks: int, more: Mapping[Field, float], slow: int) -> np.ndarray:
+    made = np.zeros((ranks, SAMPLE_NUMBERS))
+    made[:, Field.KNOWN] = 1
+    made[:, Field.PASSES] = 80 * MS * (1 + 0.01 * draw.standard_normal(ranks))
+    made[:, Field.UPDATE], made[:, Field.DATA], made[:, Field.WAIT] = 15 * MS, 1 * MS, 30 * MS
+    made[:, Field.ROUND_TRIP], made[:, Field.OTHERS] = 150, 2 * MS
+    made[:, Field.INCARNATION] = 1
+    for field, value in more.items():
+        made[slow, field] += value
+    return made
+
+
+def history(
+    more: Mapping[Field, float], *, ranks: int = 4, slow: int = 2, until: int = STEPS
+) -> list[StragglerAction]:
+    draw, machine = np.random.default_rng(3), StragglerMachine()
+    machine.handle(Entered(ranks=tuple(range(ranks)), shards=(2,) * ranks, alike=(0,) * ranks))
+    found: list[StragglerAction] = []
+    for step in range(1, STEPS + 60):
+        is_slow = SLOW_FROM <= step < until
+        found += machine.handle(Stepped(step, samples(draw, ranks, more if is_slow else {}, slow)))
+        machine.check_invariants()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "cause", "words"),
+    [
+        ({Field.PASSES: 12 * MS}, Cause.COMPUTE, "its processor or memory is slower"),
+        ({Field.PASSES: 12 * MS, Field.DELAY: 12 * MS}, Cause.COMPUTE, "another process has its processor"),
+        (
+            {Field.PASSES: 12 * MS, Field.DELAY: 12 * MS, Field.THROTTLED: 12 * MS},
+            Cause.COMPUTE,
+            "the quota of its cgroup",
+        ),
+        ({Field.PASSES: 12 * MS, Field.STEAL: 12 * MS}, Cause.COMPUTE, "the hypervisor takes its processor"),
+        ({Field.PASSES: 12 * MS, Field.OTHERS: 12 * MS}, Cause.RUNTIME, "its event loop or other threads"),
+        ({Field.COLLECTOR: 12 * MS}, Cause.RUNTIME, "garbage collection takes"),
+        ({Field.DATA: 12 * MS}, Cause.DATA, "it waits for its batches"),
+        ({Field.CHECKPOINT: 12 * MS}, Cause.CHECKPOINT, "checkpoints hold it up"),
+        ({Field.ROUND_TRIP: 5_000}, Cause.LINK, "round trips take 5150 us, where others' take 150 us"),
+    ],
+)
+def test_a_slow_rank_is_named_once_with_its_cause_and_cleared(
+    more: dict[Field, float], cause: Cause, words: str
+) -> None:
+    named, cleared = history(more)
+    assert isinstance(named, Named) and isinstance(cleared, Cleared)
+    assert (named.rank, named.cause, named.past, named.incarnation) == (2, cause, True, 1)
+    assert words in named.evidence and SLOW_FROM + 7 <= named.step <= SLOW_FROM + 20
+    assert 1.08 <= named.factor <= 1.35 and f"cause {cause.value}" in named.text
+    assert (cleared.rank, cleared.cause) == (2, cause) and cleared.step >= STEPS
+
+
+def test_nobody_is_named_who_is_not_slow_nor_when_all_are() -> None:
+    assert not history({})
+    assert not history({Field.PASSES: 12 * MS}, ranks=1, slow=0), "nobody waits for it"
+    draw, machine = np.random.default_rng(4), StragglerMachine()
+    machine.handle(Entered(ranks=(0, 1, 2), shards=(2, 2, 2), alike=(0, 0, 0)))
+    for step in range(1, 150):
+        made = samples(draw, 3, {}, 0)
+        made[:, Field.PASSES] *= 1.5 if step > 75 else 1.0
+        assert not machine.handle(Stepped(step, made))
+
+
+def test_ranks_with_other_work_are_compared_with_their_own_past_alone() -> None:
+    machine = StragglerMachine()
+    machine.handle(Entered(ranks=(0, 1), shards=(4, 4), alike=(0, 1)))
+    draw = np.random.default_rng(5)
+    for step in range(1, 120):
+        made = samples(draw, 2, {}, 0)
+        made[1, Field.PASSES] *= 1.6  # a stage with more layers
+        assert not machine.handle(Stepped(step, made))
+
+
+def test_ranks_with_other_shares_are_compared_by_the_shard() -> None:
+    machine = StragglerMachine()
+    machine.handle(Entered(ranks=(0, 1), shards=(4, 4), alike=(0, 0)))
+    machine.handle(Moved((5, 3)))
+    draw = np.random.default_rng(6)
+    for step in range(1, 120):
+        made = samples(draw, 2, {}, 0)
+        made[:, Field.PASSES] *= np.array([5, 3]) / 4
+        assert not machine.handle(Stepped(step, made))
+
+
+def test_a_step_that_a_rank_has_not_measured_counts_for_nobody() -> None:
+    machine = StragglerMachine()
+    machine.handle(Entered(ranks=(0, 1), shards=(1, 1), alike=(0, 0)))
+    draw = np.random.default_rng(7)
+    for step in range(1, 100):
+        made = samples(draw, 2, {Field.PASSES: 90 * MS}, 1)
+        made[0] = 0
+        assert not machine.handle(Stepped(step, made)) and not machine.scores.any()
+
+
+def test_samples_of_other_ranks_than_those_of_the_view_are_refused() -> None:
+    machine = StragglerMachine()
+    machine.handle(Entered(ranks=(0, 1), shards=(1, 1), alike=(0, 0)))
+    with pytest.raises(LocalProtocolError, match="2 ranks"):
+        machine.handle(Stepped(1, np.zeros((3, SAMPLE_NUMBERS))))
+    with pytest.raises(LocalProtocolError, match="each member"):
+        machine.handle(Moved((1, 1, 1)))
+
+
+@given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 5))
+def test_all_ranks_decide_alike_whatever_they_are_told(seed: int, ranks: int) -> None:
+    draw = np.random.default_rng(seed)
+    machines = [StragglerMachine() for _ in range(2)]
+    for machine in machines:
+        machine.handle(Entered(ranks=tuple(range(ranks)), shards=(1,) * ranks, alike=(0,) * ranks))
+    for step in range(1, 60):
+        made = 10 ** draw.uniform(0, 12, (ranks, SAMPLE_NUMBERS))
+        if draw.random() < 0.1:
+            made[draw.integers(ranks), draw.integers(SAMPLE_NUMBERS)] = draw.choice([0.0, np.nan, np.inf])
+        one, other = (machine.handle(Stepped(step, made.copy())) for machine in machines)
+        assert one == other
+        for machine in machines:
+            machine.check_invariants()

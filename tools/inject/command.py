@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -69,10 +70,13 @@ def add_inject(commands: Any) -> None:
 
 def _inject(arguments: argparse.Namespace) -> int:
     seconds = _seconds("--for", arguments.seconds)
-    target = target_in(arguments.run, arguments.rank)
-    effects = effects_of(arguments, target)
+    with closing(target_in(arguments.run, arguments.rank)) as target:
+        return _slowed(target, effects_of(arguments, target), arguments.seconds, seconds)
+
+
+def _slowed(target: Target, effects: Sequence[Effect], text: str, seconds: float) -> int:
     print(
-        f"rank {target.rank} (pid {target.pid}) is slowed for {arguments.seconds}",
+        f"rank {target.rank} (pid {target.pid}) is slowed for {text}",
         file=sys.stderr,
         flush=True,
     )

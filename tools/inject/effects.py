@@ -1,4 +1,4 @@
-"""What is done to a rank to slow it, and how each of that is undone."""
+"""Effects that slow a rank, and their undoing."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class Target:
             self.pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise UserError(f"rank {rank} (pid {pid}) has ended: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.pidfd)
 
     def signal(self, number: signal.Signals) -> bool:
         """Send it a signal; return False if it has ended. Raises `UserError` without the permission."""
@@ -206,7 +210,7 @@ class LinkDelay(Effect):
         done = self._tc("add", "netem", "delay", f"{self._delay_ms}ms")
         if done.returncode:
             raise UserError(
-                f"--link-delay: tc refused {self._interface} ({done.stderr.strip()}): it needs CAP_NET_ADMIN, "
+                f"--link-delay: tc refused {self._interface} ({done.stderr.strip()}): it needs CAP_NET_ADMIN "
                 "and an interface without a queueing discipline of its own"
             )
 

@@ -212,8 +212,8 @@ class _Rank:
 
 TRACE_NAME: Final = "trace.json"
 RANKS_SHOWN: Final = 8
-STRAGGLERS_SHOWN: Final = 20
 """Of more ranks the table has the sums alone."""
+STRAGGLERS_SHOWN: Final = 20
 GIGA: Final = 1e9
 MIB: Final = 1 << 20
 

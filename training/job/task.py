@@ -107,9 +107,9 @@ class Trainer(Protocol):
     """The slots of the state, if they outlive this rank otherwise."""
 
     sample: Sample
-    """What all ranks are to be told of this rank's last step, with the results of the next one."""
+    """This rank's sample of its last step: all ranks receive it with the results of the next one."""
     samples: npt.NDArray[np.float64]
-    """(ranks, `SAMPLE_NUMBERS`) of what all ranks have told in the last step."""
+    """(ranks, `SAMPLE_NUMBERS`) of all ranks, received in the last step."""
 
     @property
     def shares(self) -> tuple[int, ...]:

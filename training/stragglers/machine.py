@@ -1,4 +1,4 @@
-"""Which rank is a straggler, and why: a pure machine over what all ranks measured of each step.
+"""The machine that names stragglers and causes, pure, over the samples of all ranks of each step.
 
 Every rank runs it over the same numbers, which travel with the losses of a step, so all come to the same
 decision at the same step, without a message more. It begins again in each view.
@@ -30,7 +30,7 @@ ROUND_TRIP_MIN_US: Final = 200.0
 
 
 class Cause(Enum):
-    """What a rank loses time to."""
+    """The cause of a rank's slowness."""
 
     COMPUTE = "compute"
     DATA = "data"
@@ -233,7 +233,7 @@ class StragglerMachine:
     def _name(self, event: Stepped, scores: Scores, row: int, place: int) -> Named:
         both = scores.sums[:, row, place] >= THRESHOLD
         excess = float(scores.excess[:, row, place][both].max())
-        more_ns = excess * float(scores.own_ns[0, place])
+        more_ns = excess * float(scores.step_ns[0, place])
         cause, evidence = self._explained(row, more_ns, event, place)
         self._named[place, row] = cause
         return Named(
@@ -241,7 +241,7 @@ class StragglerMachine:
             rank=self._entered.ranks[place],
             incarnation=int(event.samples[place, Field.INCARNATION]),
             cause=cause,
-            factor=1.0 + excess,
+            factor=1.0 + more_ns / float(scores.own_ns[0, place]),
             evidence=evidence,
             past=bool(both[PAST]),
             peers=bool(both[PEERS]),

@@ -1,4 +1,4 @@
-"""What is done about a straggler, and how logical shards are divided over ranks of unequal speed."""
+"""Policies on stragglers, and a division of logical shards over ranks of unequal speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zbmd.transport.errors import LocalProtocolError
 
 
 class OnStraggler(Enum):
-    """What is done about a slow rank."""
+    """The choices of `--on-straggler`."""
 
     WARN = "warn"
     """Report it."""

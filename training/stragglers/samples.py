@@ -1,4 +1,4 @@
-"""What a rank measures of a step, as numbers that travel with its losses: phases, and evidence of causes.
+"""Samples of a rank's steps, as numbers that travel with its losses: phases, and evidence of causes.
 
 Phases are sums of the profiler's spans, so they cost nothing more. Evidence comes from counters of the
 kernel: the run delay of the training thread and the processor time of all threads each step; what the

@@ -30,6 +30,9 @@ NOISE_SHARE: Final = 1.5
 NOISE_MIN: Final = 0.01
 THRESHOLD: Final = 16.0
 STEPS_MIN: Final = 8
+STEP_NS_MIN: Final = 30e6
+"""A shorter step counts as this: an event loop that reports, and a page that is missing, cost
+milliseconds."""
 WINDOW: Final = 128
 """Steps of its past that a rank is compared with."""
 PAST_MIN: Final = 16
@@ -80,6 +83,11 @@ class Scores:
         return self._own
 
     @property
+    def step_ns(self) -> Floats:
+        """Return (…, 1, ranks): what an excess of 1 is: `own_ns`, or `STEP_NS_MIN` if that is more."""
+        return np.maximum(self._own, STEP_NS_MIN)
+
+    @property
     def excess(self) -> Floats:
         """Return (2, …, causes, ranks): the median excess of the last `STEPS_MIN` steps, of a step."""
         found: Floats = np.median(self._recent, axis=-1)
@@ -88,7 +96,7 @@ class Scores:
     def take(self, ns: Floats) -> Floats:
         """Take what each cause took each rank in a step, (…, causes, ranks); return `sums`."""
         known = self._count >= PAST_MIN
-        active = ns.max(axis=-1, keepdims=True) > ACTIVE * self._own.min(axis=-1, keepdims=True)
+        active = ns.max(axis=-1, keepdims=True) > ACTIVE * self.step_ns.min(axis=-1, keepdims=True)
         if known.any():
             excess = self._excess(ns)
             self._forget(active)
@@ -103,11 +111,11 @@ class Scores:
     def _excess(self, ns: Floats) -> Floats:
         """Return both statistics of a step, (2, …, causes, ranks), before they are centred."""
         found = np.zeros((2, *ns.shape))
-        past = (ns - self._median) / self._own
+        past = (ns - self._median) / self.step_ns
         found[PAST] = past - lower_median(past)
         for each in self._peers:
-            of_peers, own = ns[..., each], self._own[..., each]
-            found[PEERS][..., each] = (of_peers - lower_median(of_peers)) / lower_median(own)
+            of_peers, usual = ns[..., each], lower_median(self.step_ns[..., each])
+            found[PEERS][..., each] = (of_peers - lower_median(of_peers)) / usual
         return found
 
     def _add(self, excess: Floats, active: Bools) -> None:

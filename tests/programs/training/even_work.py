@@ -1,4 +1,4 @@
-"""A task whose steps take a rank some milliseconds of matrix products. argv: directory, steps, on_straggler."""
+"""A task whose steps take a rank milliseconds of matrix products. argv: directory, steps, on_straggler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zbmd
 from zbmd.training.job.data_parallel import DataParallelTask, State, run_task
 from zbmd.training.stragglers.policy import OnStraggler
 
-WIDTH = 384
+WIDTH = 256
 
 
 class EvenWork(DataParallelTask):

@@ -1,4 +1,4 @@
-"""How shards are divided over ranks of unequal speed."""
+"""Shares of ranks of unequal speed."""
 
 from __future__ import annotations
 

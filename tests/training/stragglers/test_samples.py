@@ -1,4 +1,4 @@
-"""What a rank measures: of itself, and of the files of a kernel."""
+"""Samples of steps: phases, collections, other threads, and counters of a kernel."""
 
 from __future__ import annotations
 

@@ -34,6 +34,8 @@ from zbmd.transport.errors import ArenaFull, LocalProtocolError, OutOfMemory, Us
 EXIT_FAILED: Final = 1
 USAGE_EXIT_CODE: Final = 2
 """As argparse: the request cannot be carried out, and repeating it will not help."""
+REQUEUE_EXIT_CODE: Final = 75
+"""EX_TEMPFAIL of sysexits.h: the host was at fault, and the same command may succeed on another one."""
 
 MARK: Final = b"\x1ezbmd:last-words\x1e"
 """Begins each line of an exit reason; the ASCII record separators keep ordinary output from matching."""

@@ -29,11 +29,16 @@ from zbmd.transport.tcp.address import PORT_MAX, TcpAddress
 # ---- a setting of a run: its spellings and parser; and the merged settings, each with its source
 
 
+ON: Final = "on"
+"""The value of a switch that is given; `OFF` is the other."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One setting: its name (TOML key; `--name` and ZBMD_NAME alike), parser and what it means.
 
     torchrun: torchrun has it too, under the same name, and so PET_NAME is read where ZBMD_NAME is not set.
+    switch: the option takes no value, and means `on`.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Setting:
     metavar: str
     help: str
     torchrun: bool = False
+    switch: bool = False
 
     @property
     def option(self) -> str:
@@ -94,6 +100,8 @@ def _toml_line(name: str, chosen: Chosen) -> str:
     match chosen.value:
         case None:
             return f"# {name} is not set"
+        case bool() as is_on:
+            value = f'"{ON if is_on else OFF}"'
         case 0.0 if name in ("progress_deadline", "snapshots"):
             value = f'"{OFF}"'
         case OnLoss() | OnHang() | Detail() as choice:

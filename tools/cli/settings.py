@@ -16,7 +16,7 @@ from zbmd.actors.hangs.verdict import OnHang
 from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, OFF, parse_arena, parse_progress_deadline
 from zbmd.actors.replay.process_capture import parse_bulk
 from zbmd.actors.view import RANKS_MAX, OnLoss
-from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS, Chosen, Setting, Settings
+from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS, ON, Chosen, Setting, Settings
 from zbmd.transport.capture import Detail
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
 from zbmd.transport.errors import UserError
@@ -112,6 +112,13 @@ def parse_snapshots(text: str) -> float:
 def parse_dashboard(text: str) -> TcpAddress | None:
     """The address of a dashboard, None for `off`. Raises `UserError`."""
     return None if text.strip() == OFF else parse_address(text)
+
+
+def parse_preflight(text: str) -> bool:
+    """Whether the host is measured before a run: `on` or `off`. Raises `UserError`."""
+    if text.strip() not in (ON, OFF):
+        raise UserError(f"expected on or off, got {text[:64]!r}")
+    return text.strip() == ON
 
 
 def parse_preload(text: str) -> tuple[str, ...]:
@@ -259,6 +266,14 @@ SETTINGS = (
         metavar="HOW",
         help="with --capture: record the digest (default) of the data of collectives, or the whole",
     ),
+    Setting(
+        name="preflight",
+        parse=parse_preflight,
+        default=False,
+        metavar="on|off",
+        help="measure this host first; if it is not fit, start nothing and exit with code 75",
+        switch=True,
+    ),
     *LAUNCH_SETTINGS,
 )
 
@@ -274,7 +289,8 @@ def merge(
     command_line: Mapping[str, str | None], environment: Mapping[str, str], config: Path | None
 ) -> Settings:
     """Merge all sources. Raises `UserError`, which names the source of the value it does not like."""
-    file_values = {} if config is None else read_config(config)
+    switches = [setting.name for setting in SETTINGS if setting.switch]
+    file_values = {} if config is None else read_config(config, switches=switches)
     chosen: dict[str, Chosen] = {}
     for setting in SETTINGS:
         on_line = command_line.get(setting.name)

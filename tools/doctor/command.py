@@ -10,6 +10,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final, TextIO
 
 import rich.console
@@ -34,6 +35,7 @@ from zbmd.tools.doctor.checks import (
     read_interface_filter,
 )
 from zbmd.tools.doctor.peers import PEERS_MAX, Peer, examine, parse_peer
+from zbmd.tools.doctor.probes import judge, measure_host
 from zbmd.tools.doctor.rdma import rdma_findings, read_wanted
 from zbmd.tools.doctor.report import (
     SCHEMA,
@@ -99,7 +101,8 @@ def main(arguments: Namespace, environment: Mapping[str, str] = os.environ) -> i
         raise UserError(f"{len(texts)} peers are too many. Give at most {PEERS_MAX} at a time.")
     peers = [parse_peer(text) for text in texts]
     deadlines, source, settings = _settings(arguments, environment)
-    report = asyncio.run(examine_host(peers, deadlines, source, settings, environment))
+    speeds = tuple(judge(measure_host(Path.cwd()))) if arguments.measure else ()
+    report = asyncio.run(examine_host(peers, deadlines, source, settings, environment, speeds))
     if arguments.json:
         print(as_json(report))
     else:
@@ -127,9 +130,17 @@ def _settings(arguments: Namespace, environment: Mapping[str, str]) -> tuple[Dea
 
 
 async def examine_host(
-    peers: list[Peer], deadlines: Deadlines, source: str, settings: Finding, environment: Mapping[str, str]
+    peers: list[Peer],
+    deadlines: Deadlines,
+    source: str,
+    settings: Finding,
+    environment: Mapping[str, str],
+    speeds: tuple[Finding, ...] = (),
 ) -> Report:
-    """Look at everything. Takes as long as the peers take to answer, each by the deadline of a dial."""
+    """Look at everything. Takes as long as the peers take to answer, each by the deadline of a dial.
+
+    speeds: what was measured of this host before.
+    """
     topology = read_topology()
     facts = read_host_facts()
     near = affinities(topology)
@@ -154,6 +165,7 @@ async def examine_host(
         *probed,
         *deadline_findings(report),
         *limit_findings(topology),
+        *speeds,
         *extra_findings(extras, topology),
     )
     return Report(

@@ -34,6 +34,7 @@ class Section(Enum):
     LINKS = "links"
     DEADLINES = "deadlines"
     LIMITS = "limits"
+    SPEED = "speed"
     EXTRAS = "extras"
 
     def finding(self, name: str, state: FindingState, detail: str, advice: str = "") -> Finding:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import zbmd
-from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.process.exit import REQUEUE_EXIT_CODE, USAGE_EXIT_CODE
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.tools.cli import process
 from zbmd.transport.errors import UserError, ZbmdError
@@ -71,6 +71,7 @@ def parser(*only: str) -> argparse.ArgumentParser:
 
 def _add_run(commands: Any) -> None:
     from zbmd.tools.cli.launch import add_flags, spellings
+    from zbmd.tools.cli.launch_settings import ON
     from zbmd.tools.cli.options import add_command
     from zbmd.tools.cli.settings import SETTINGS
 
@@ -84,6 +85,11 @@ def _add_run(commands: Any) -> None:
     run.set_defaults(run_command=run_command)
     for setting in SETTINGS:
         short = ["-n"] if setting.name == "nproc_per_node" else []
+        if setting.switch:
+            run.add_argument(
+                *spellings(setting.name), dest=setting.name, action="store_const", const=ON, help=setting.help
+            )
+            continue
         run.add_argument(
             *short, *spellings(setting.name), dest=setting.name, metavar=setting.metavar, help=setting.help
         )
@@ -145,6 +151,9 @@ def _add_doctor(commands: Any) -> None:
     examined.add_argument(
         "--peer", action="append", metavar="HOST[:PORT]", help="another host to reach; may be repeated"
     )
+    examined.add_argument(
+        "--measure", action="store_true", help="measure processors, memory, disk and loopback too"
+    )
     for name in ("--recovery-budget", "--recovery_budget"):
         hidden = (
             argparse.SUPPRESS if "_" in name else "derive the deadlines from it; default: the setting, or 1s"
@@ -200,6 +209,27 @@ def _forked(
     return lambda guards: run_many.run_over_nodes(plan, template, guards)
 
 
+def fit_to_run() -> bool:
+    """Measure this host (`--preflight`), and print the result; return whether it is fit to run ranks."""
+    from zbmd.tools.doctor.checks import limit_findings
+    from zbmd.tools.doctor.command import lines_of
+    from zbmd.tools.doctor.probes import judge, measure_host
+    from zbmd.tools.doctor.report import FindingState, Section
+    from zbmd.transport.host.topology import read_topology
+
+    try:
+        findings = [*judge(measure_host(Path.cwd())), *limit_findings(read_topology())]
+    except UserError as error:
+        findings = [Section.SPEED.not_ok("preflight", str(error), "do not use this host")]
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"zbmd-node: preflight {lines_of(finding, width, None)}", file=sys.stderr)
+    bad = [finding.name for finding in findings if finding.state is FindingState.NOT_OK]
+    if bad:
+        print(f"zbmd-node: this host does not take part: {', '.join(bad)}", file=sys.stderr)
+    return not bad
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """`zbmd-node run`."""
     import uvloop
@@ -239,6 +269,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     if bootstrap.role is Role.ALONE:
         check_own(job, settings)
         launch.check_master_port(settings, os.environ)
+    if settings["preflight"] and not fit_to_run():
+        return REQUEUE_EXIT_CODE
     running = begun(job, settings, bootstrap, variables)
     return uvloop.run(ending_at_broken_invariant(running(None)))
 

@@ -28,6 +28,7 @@ from zbmd.collectives.programs.program import (
     parse_program,
 )
 from zbmd.tools.cli import settings
+from zbmd.tools.doctor.probes import decode_measured
 from zbmd.tools.fuzzing.target import Broken, as_file, file_target, folder, target, text_target
 from zbmd.tools.runs.plot_data import picture_of_metrics, read_metrics
 from zbmd.tools.runs.profile import table_of
@@ -465,6 +466,15 @@ file_target(
     "the note of a rank that ran out of memory",
     (b'{"job":7,"rank":1,"incarnation":1,"step":3}',),
 )(read_note)
+target(
+    "doctor.measured",
+    "what the process that measures a host prints",
+    lambda: (
+        b'{"cpus":[{"cpu":0,"flops_per_s":1e9,"wrong":0}],"memory_per_s":1e9,"disk_per_s":1e8,'
+        b'"disk_error":"","loopback_per_s":1e9,"loopback_us":30.0,"clock":true}',
+    ),
+    UserError,
+)(decode_measured)
 target("stragglers.delay", "a delay of a rank's batches", lambda: (b'{"delay_ms":30.0}',))(read_delay)
 target("checkpoint.names", "what names the shards of a checkpoint", lambda: (_shard_files()[0],), UserError)(
     lambda data: _shards(data, _shard_files()[1])

@@ -59,7 +59,8 @@ class SlowRanks:
         """Go on in a new view, whose first step is not measured."""
         self.leave()
         mesh, world = groups.mesh, groups.world
-        alike = {rank: key for key, group in enumerate(mesh.groups(*mesh.data_axes)) for rank in group}
+        along = (axis for axis in mesh.data_axes if axis in mesh.axes)
+        alike = {rank: key for key, group in enumerate(mesh.groups(*along)) for rank in group}
         self._machine.handle(
             Entered(
                 ranks=tuple(world.members),

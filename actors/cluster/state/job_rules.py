@@ -29,6 +29,7 @@ steps, a view that lasted for a restart window.
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
@@ -62,7 +63,7 @@ from zbmd.actors.cluster.state.job_table import (
     problem_of,
 )
 from zbmd.actors.cluster.state.node_id import NodeKey
-from zbmd.actors.process.exit import CAUSE_MARK, USAGE_EXIT_CODE
+from zbmd.actors.process.exit import CAUSE_MARK, USAGE_EXIT_CODE, describe_exit
 from zbmd.actors.view import OnLoss, Outcome, rank_name
 from zbmd.transport.clock.deadlines import SECOND_NS
 
@@ -168,7 +169,7 @@ def _without_nodes(job: Job, removed: Collection[NodeKey]) -> Job:
     nodes = ", ".join(sorted({str(entry.node) for entry in lost}))
     reason = f"{nodes} went, and with it {', '.join(rank_name(entry.rank) for entry in lost)}"
     if job.spec.on_loss is OnLoss.STOP:
-        return _failed(job, f"{reason}; on-loss is stop")
+        return _failed(job, f"{reason}; on-loss is stop", hosts_fault=True)
     return dataclasses.replace(job, reason=reason)
 
 
@@ -306,7 +307,9 @@ def _over(job: Job, outcome: Outcome, reason: str) -> Job:
     return dataclasses.replace(job, phase=JobPhase.ENDED, outcome=outcome, reason=reason)
 
 
-def _failed(job: Job, reason: str) -> Job:
+def _failed(job: Job, reason: str, *, hosts_fault: bool = False) -> Job:
+    if hosts_fault and job.phase is not JobPhase.STOPPING:
+        job = dataclasses.replace(job, hosts_fault=True)
     return _stopping(job, Outcome.FAILED, reason, kill=False)
 
 
@@ -452,8 +455,10 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
         return dataclasses.replace(_failed(lost, why), users_own=True)
     if (order.code or 0) > 0 and entry.incarnation == 1 and entry.state is SlotState.STARTING:
         return _failed(lost, f"{child} failed before it joined: {order.reason}")
+    # A script that is wrong raises, or is ended by another signal; a host that ends a rank itself says why.
+    killed = order.code == -signal.SIGKILL and order.reason == describe_exit(order.code)
     if spec.on_loss is OnLoss.STOP:
-        return _failed(lost, f"{child} failed: {order.reason}; on-loss is stop")
+        return _failed(lost, f"{child} failed: {order.reason}; on-loss is stop", hosts_fault=killed)
     if spec.on_loss is OnLoss.SHRINK:
         return dataclasses.replace(lost, reason=f"{child}: {order.reason}")
     job, why = noted(job, entry, order, age_ns)
@@ -463,7 +468,7 @@ def _down(job: Job, entry: RankEntry, order: RankDown, age_ns: int) -> Job:
     if len(recent) >= spec.max_restarts:
         window_s = spec.restart_window_ns / SECOND_NS
         why = f"more than {spec.max_restarts} restarts within {window_s:g} s; the last: {child} failed"
-        return _failed(lost, f"{why}: {order.reason}")
+        return _failed(lost, f"{why}: {order.reason}", hosts_fault=killed)
     assert entry.node is not None
     again = _with_rank(job, _started(job.ranks[entry.rank], entry.node))
     return dataclasses.replace(again, restarts_ns=(*recent, age_ns), restarts_total=job.restarts_total + 1)

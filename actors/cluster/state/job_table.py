@@ -20,7 +20,7 @@ from typing import ClassVar, TypeAlias
 import msgspec
 
 from zbmd.actors.cluster.state.node_id import NodeKey
-from zbmd.actors.process.exit import EXIT_FAILED, USAGE_EXIT_CODE
+from zbmd.actors.process.exit import EXIT_FAILED, REQUEUE_EXIT_CODE, USAGE_EXIT_CODE
 from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, ARENA_BYTES_MAX, ARENA_BYTES_MIN
 from zbmd.actors.view import RANKS_MAX, Member, OnLoss, Outcome, View
 from zbmd.transport.clock.deadlines import (
@@ -186,7 +186,8 @@ class Job:
     unsettled: its members have changed since, or will once the ranks that are starting are up; restarts_ns:
     the table's age at each of the restarts that its window holds; kill: end its ranks without asking;
     users_own: it failed for a reason that only its user can mend; together_ns: the table's age when its
-    last rank came up; origin: whether a rank has failed since, for a reason of its own.
+    last rank came up; origin: whether a rank has failed since, for a reason of its own; hosts_fault: it
+    failed because a host went or processes of ranks were killed there, and may succeed elsewhere.
     """
 
     spec: JobSpec
@@ -203,6 +204,7 @@ class Job:
     users_own: bool = False
     together_ns: int = 0
     origin: bool = False
+    hosts_fault: bool = False
 
     @property
     def id(self) -> int:
@@ -214,7 +216,9 @@ class Job:
         """The exit code for a shell; 0 only after success."""
         if self.outcome is Outcome.SUCCEEDED:
             return 0
-        return USAGE_EXIT_CODE if self.users_own else EXIT_FAILED
+        if self.users_own:
+            return USAGE_EXIT_CODE
+        return REQUEUE_EXIT_CODE if self.hosts_fault and self.outcome is Outcome.FAILED else EXIT_FAILED
 
     def slot(self, number: int) -> tuple[RankEntry, ...]:
         """Return the ranks of a slot."""

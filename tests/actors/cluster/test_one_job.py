@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,8 @@ from zbmd.actors.cluster.state.job_table import (
 )
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, ViewChange
-from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.process.exit import REQUEUE_EXIT_CODE, USAGE_EXIT_CODE, describe_exit
+from zbmd.actors.view import OnLoss
 from zbmd.transport.machine import SetTimer, TimerFired
 
 JOB = 9
@@ -30,9 +33,16 @@ LEAVE_NS = 10**9
 class World:
     """A cluster that decides when the test says so, and the machines of its nodes."""
 
-    def __init__(self, nodes_min: int = 2, nodes_max: int = 3, *, last_call_ns: int = 0) -> None:
+    def __init__(
+        self,
+        nodes_min: int = 2,
+        nodes_max: int = 3,
+        *,
+        last_call_ns: int = 0,
+        on_loss: OnLoss = OnLoss.REPLACE,
+    ) -> None:
         self.last_call_ns = last_call_ns
-        self.spec = JobSpec(job=JOB, target="t", nodes_min=nodes_min, nodes_max=nodes_max)
+        self.spec = JobSpec(job=JOB, target="t", nodes_min=nodes_min, nodes_max=nodes_max, on_loss=on_loss)
         self.machines: dict[NodeKey, o.SingleJob] = {}
         self.view = ClusterView(epoch=1, nodes=())
         self.now_ns = 1
@@ -118,9 +128,8 @@ class World:
         job = self.view.jobs.jobs[0]
         for entry in job.ranks:
             if entry.lives and entry.node is not None:
-                down = RankDown(
-                    job=JOB, rank=entry.rank, incarnation=entry.incarnation, code=code, reason=f"code {code}"
-                )
+                reason, (rank, incarnation) = describe_exit(code), (entry.rank, entry.incarnation)
+                down = RankDown(job=JOB, rank=rank, incarnation=incarnation, code=code, reason=reason)
                 self.orders.append((entry.node, down))
 
     @property
@@ -179,9 +188,10 @@ def test_of_two_orders_the_second_is_refused_and_harms_nobody() -> None:
     assert w.codes == {one: 0, two: 0, lower: 0}
 
 
-def test_a_users_own_mistake_is_code_2_and_another_failure_is_1() -> None:
-    for code, expected in ((USAGE_EXIT_CODE, USAGE_EXIT_CODE), (3, 1)):
-        w = World()
+def test_a_users_own_mistake_is_code_2_a_kill_is_75_and_another_failure_is_1() -> None:
+    killed = (-signal.SIGKILL, REQUEUE_EXIT_CODE)
+    for code, expected in ((USAGE_EXIT_CODE, USAGE_EXIT_CODE), (3, 1), killed, (-signal.SIGSEGV, 1)):
+        w = World(on_loss=OnLoss.STOP)
         keys = w.start(1, 2)
         w.settle()
         w.end_ranks(code)

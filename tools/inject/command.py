@@ -132,8 +132,7 @@ class _Guarded:
             if isinstance(effect, Load | DataDelayed):
                 effect.undo()
         os.close(self._write)
-        _, status = os.waitpid(self._guardian, 0)
-        if status:
+        if os.waitpid(self._guardian, 0)[1]:
             undo_all(self._effects)
 
 

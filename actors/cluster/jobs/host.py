@@ -21,7 +21,14 @@ from zbmd.actors.cluster.jobs.hosted_job import ON_HANG_VARIABLE
 from zbmd.actors.cluster.jobs.node_driver import DRAIN_S_MAX, JobHost
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.rank_processes import PRELOAD, Adopts
-from zbmd.actors.cluster.jobs.reports import EventQueue, HostEvent, Observer, RankInfo, RunResult
+from zbmd.actors.cluster.jobs.reports import (
+    EventQueue,
+    HostEvent,
+    Observer,
+    RankDown,
+    RankInfo,
+    RunResult,
+)
 from zbmd.actors.cluster.port import LocalPort
 from zbmd.actors.cluster.state.job_table import (
     REASON_CHARACTERS_MAX,
@@ -35,7 +42,7 @@ from zbmd.actors.cluster.state.job_table import (
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
 from zbmd.actors.process.early_template import EarlyTemplate
-from zbmd.actors.process.exit import USAGE_EXIT_CODE
+from zbmd.actors.process.exit import EXIT_FAILED, REQUEUE_EXIT_CODE, USAGE_EXIT_CODE, describe_exit
 from zbmd.actors.process.output import OutputSink
 from zbmd.actors.process.template_client import TemplateLost
 from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, OFF, PROGRESS_DEADLINE_VARIABLE
@@ -247,15 +254,26 @@ class Host:
 def result_of(job: Job, events: EventQueue[HostEvent] | EventQueue[HostEvent | str]) -> RunResult:
     """Return the result of a run whose job has ended."""
     assert job.outcome is not None
-    usage = any(failure.code == USAGE_EXIT_CODE for failure in events.failures)
+    exit_code, failures = job.exit_code, events.failures
+    if exit_code and any(failure.code == USAGE_EXIT_CODE for failure in failures):
+        exit_code = USAGE_EXIT_CODE
+    elif exit_code == EXIT_FAILED and failures:
+        # The table had to decide before the exit codes were known: a death is proven sooner.
+        ended_by = failures if job.restarts_total else failures[:1]
+        exit_code = REQUEUE_EXIT_CODE if all(map(_killed_from_outside, ended_by)) else exit_code
     return RunResult(
         outcome=job.outcome,
         reason=job.reason,
-        exit_code=USAGE_EXIT_CODE if job.exit_code and usage else job.exit_code,
+        exit_code=exit_code,
         restarts=job.restarts_total,
         failures=tuple(events.failures),
         reports_dropped=events.reports_dropped,
     )
+
+
+def _killed_from_outside(down: RankDown) -> bool:
+    """Whether somebody killed a rank: neither its script, nor its host, nor the kernel for want of memory."""
+    return down.code == -signal.SIGKILL and down.reason == describe_exit(down.code)
 
 
 def with_records(result: RunResult, capture: ProcessCapture) -> RunResult:

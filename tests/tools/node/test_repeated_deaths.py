@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from support.processes.launcher import Launcher
 
 REPEATS = str(PROGRAMS / "node" / "repeats.py")
+KILLED = """\
+import os, signal, zbmd
+async def main():
+    async with zbmd.join():
+        os.kill(os.getpid(), signal.{end})
+zbmd.run(main())
+"""
 LIMIT_BYTES = 600 << 20
 
 
@@ -27,6 +34,15 @@ def test_the_same_error_twice_ends_the_run_with_it(launcher: Launcher) -> None:
         ended
     )
     assert f"{REPEATS}:" in told and "ValueError: no 1 at 0x" in told, ended
+
+
+@pytest.mark.parametrize(("end", "code"), [("SIGKILL", 75), ("SIGABRT", 1)])
+def test_ranks_that_somebody_kills_end_the_job_with_the_code_to_requeue(
+    launcher: Launcher, end: str, code: int
+) -> None:
+    (launcher.directory / "killed.py").write_text(KILLED.format(end=end))
+    ended = launcher.run("run", "-n", "1", "--on-loss", "stop", "killed.py")
+    assert ended.code == code, ended
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ MEMORY_MIN, DISK_MIN, LOOPBACK_MIN = 1e9, 5e6, 50e6
 """Bytes a second below which a host is not fit."""
 LOOPBACK_US_MAX: Final = 5_000.0
 _TIME_ERROR: Final = 5
-"""What adjtimex returns for a clock that nothing synchronises."""
+"""The result of adjtimex for a clock that nothing synchronises."""
 
 Speed = Annotated[float, msgspec.Meta(ge=0.0)]
 

@@ -126,7 +126,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/checkpoint/plan.py": ("ledger.plan", "ledger.task"),
     "training/run/loop_steps.py": ("ledger.loop",),
     "training/job/explained.py": ("memory.note",),
-    "training/stragglers/delays.py": ("stragglers.delay",),
+    "training/job/stragglers/delays.py": ("stragglers.delay",),
     "tools/doctor/probes.py": ("doctor.measured",),
     "tools/node/guard/guards.py": ("guard.message",),
     "tools/node/guard/messages.py": ("guard.message",),

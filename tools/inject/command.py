@@ -31,8 +31,8 @@ from zbmd.tools.inject.effects import (
     Target,
     undo_all,
 )
+from zbmd.training.job.stragglers.delays import DELAY_MS_MAX
 from zbmd.training.profiler.lines import read_profiles
-from zbmd.training.stragglers.delays import DELAY_MS_MAX
 from zbmd.transport.clock.deadlines import format_duration, parse_duration
 from zbmd.transport.errors import UserError
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from zbmd.training.stragglers.delays import DataDelay, delaying_data
+from zbmd.training.job.stragglers.delays import DataDelay, delaying_data
 from zbmd.transport.errors import UserError
 
 PERIOD_S: Final = 0.05

@@ -328,7 +328,7 @@ _ATTEMPT: Final = (
     "(SELECT count(*) FROM step_timing AS b WHERE b.incarnation_id = s.incarnation_id AND b.step = s.step "
     "AND b.begin_ns + b.wall_ns <= s.begin_ns)"
 )
-"""How often the same process had ended the step before: it is repeated after a loss."""
+"""The number of times that the same process had ended the step before: it is repeated after a loss."""
 
 
 def _batches(items: Iterable[ItemT]) -> Iterator[list[ItemT]]:

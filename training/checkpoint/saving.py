@@ -39,7 +39,7 @@ class Progress(IntEnum):
     PUBLISHED = 3
     GAVE_UP = 4
     LOST = 5
-    """What was to write for this rank is lost, and with it what it had copied."""
+    """The writer for this rank is lost, and with it what it had copied."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ import numpy as np
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
 from zbmd.training.checkpoint import saving
+from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.held.line import HeldLine
 from zbmd.training.checkpoint.held.messages import Event, Heard, SaveShard
+from zbmd.training.checkpoint.index import Retention
 from zbmd.training.checkpoint.sharded import Piece, last_in, stem_of
-from zbmd.training.checkpoint.storage import url_of
+from zbmd.training.checkpoint.storage import Storage, url_of
 from zbmd.training.checkpoint.writer import Begun, CheckpointWriter, CopyRoom, Told, WriterThreads
-from zbmd.training.job.options import RunOptions
 from zbmd.training.job.paced import Pacing
 from zbmd.training.redundancy.holdings import SLOTS
 from zbmd.training.redundancy.interface import Agenda, Wish
@@ -50,19 +51,23 @@ class Version:
 class Checkpoints:
     """Writes the checkpoints of a run into the storage that all ranks share. For the training thread.
 
-    Until a checkpoint is published, the previous one counts. Failures are reported, and end nothing.
+    Until a checkpoint is published, the previous one counts. Failures are reported, and end nothing. plan: of
+    what is trained; hosts: of the job.
     """
 
-    def __init__(self, worker: Worker, options: RunOptions, plan: str, pacing: Pacing) -> None:
-        self._worker, self._options, self._plan, self._pacing = worker, options, plan, pacing
-        self._storage, self._threads, self._room = options.storage, WriterThreads(), CopyRoom()
+    def __init__(
+        self, storage: Storage, plan: str, pacing: Pacing, *, retention: Retention, codec: Codec, hosts: int
+    ) -> None:
+        self._storage, self._plan, self._pacing = storage, plan, pacing
+        self._retention, self._codec, self._hosts = retention, codec, hosts
+        self._threads, self._room = WriterThreads(), CopyRoom()
         self._writer = CheckpointWriter(
-            self._storage,
+            storage,
             plan,
             threads=self._threads,
             tell=self._tell,
-            retention=options.retention,
-            codec=options.codec,
+            retention=retention,
+            codec=codec,
             freed=lambda _, pieces: self._room.free(pieces),
         )
         self._token = b""
@@ -74,13 +79,13 @@ class Checkpoints:
         """Whether such processes write the checkpoint that was begun last."""
         self._place = 0
 
-    def state_in(self, kept: StampedSlots | None) -> None:
+    def state_in(self, kept: StampedSlots | None, worker: Worker) -> None:
         """Have the snapshot process of this host write what lies in `kept`, if that outlives this rank."""
         self._kept, self._line = kept, None
-        file = self._worker.segment.kept_file
-        if kept is not None and file is not None and self._options.checkpoints:
-            job = self._worker.job if self._options.hosts == 1 else None
-            self._line = HeldLine(self._worker.rank, kept.memory, file, job=job)
+        file = worker.segment.kept_file
+        if kept is not None and file is not None:
+            job = worker.job if self._hosts == 1 else None
+            self._line = HeldLine(worker.rank, kept.memory, file, job=job)
 
     # ---- votes
 
@@ -100,9 +105,10 @@ class Checkpoints:
     def voted(self, agreed: Agenda) -> None:
         """Take what all ranks have reported in the votes of a step."""
         self._all_held = not agreed.wishes & Wish.UNHELD
-        self._vote(agreed.saved)
+        self.reported(agreed.saved)
 
-    def _vote(self, reports: Sequence[saving.Report]) -> None:
+    def reported(self, reports: Sequence[saving.Report]) -> None:
+        """Take the reports of all ranks."""
         self._writer.handle(saving.Voted(tuple(reports)))
         machine = self._writer.machine
         self._pacing.look(pending=machine.pending, published=machine.published)
@@ -113,9 +119,13 @@ class Checkpoints:
         """Begin in a new view; all members together. Raises as the group."""
         mine = [secrets.randbits(64), self._is_there()]
         every = world.blocking.all_gather(np.array(mine, np.uint64))
-        self._place = world.rank
-        self._token, self._all_held = every[0][:1].tobytes(), bool(all(each[1] for each in every))
-        self._writer.handle(saving.NewView(first=world.rank == 0))
+        self._all_held = bool(all(each[1] for each in every))
+        self.enter_by(every[0][:1].tobytes(), world.rank)
+
+    def enter_by(self, token: bytes, place: int) -> None:
+        """Begin in a new view. token: of the view, on all its members alike; place: of this one."""
+        self._token, self._place = token, place
+        self._writer.handle(saving.NewView(first=place == 0))
 
     def abandon(self) -> None:
         """Drop a checkpoint that is not published, once nothing reads the state any more.
@@ -146,6 +156,8 @@ class Checkpoints:
             self._begin(world, version, due=due, held=self._all_held)
             return False
         self._end(world)
+        if self._writer.machine.published == version.number:
+            return True
         self._begin(world, version, due=due, held=self._all_held)
         is_published = self._end(world)
         if not is_published and self._writer.machine.lost:
@@ -198,7 +210,7 @@ class Checkpoints:
                 writer.settle()
                 report = self.report
                 every = world.blocking.all_gather(np.array([report.progress, report.header], np.uint64))
-                self._vote([saving.Report(saving.Progress(int(each[0])), int(each[1])) for each in every])
+                self.reported([saving.Report(saving.Progress(int(each[0])), int(each[1])) for each in every])
             writer.settle()
         begun = writer.begun
         return begun is not None and writer.machine.published == begun.version
@@ -213,15 +225,15 @@ class Checkpoints:
         assert line is not None and kept is not None, "all ranks have a snapshot process"
         self._writer.note(begun)
         self._writer.handle(saving.HandedOver(begun.version))
-        where, retention = self._storage.where(), self._options.retention
+        where, retention = self._storage.where(), self._retention
         counter, count = kept.begun(begun.version % SLOTS)
         request = SaveShard(
             version=begun.version,
             stem=begun.stem,
-            rank=self._worker.rank,
+            rank=line.rank,
             place=world.rank,
             places=world.size,
-            together=self._options.hosts == 1,
+            together=self._hosts == 1,
             block=STATE_BLOCK,
             counter=counter,
             count=count,
@@ -230,7 +242,7 @@ class Checkpoints:
             loss_scale=begun.loss_scale,
             keep=retention.keep,
             every=retention.every,
-            codec=self._options.codec,
+            codec=self._codec,
             pieces=(),
         )
         line.save(request, pieces)

@@ -38,6 +38,7 @@ from zbmd.training.job.options import RunOptions
 from zbmd.training.job.paced import require_every
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.step_order import Computed, OrderedSteps
+from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
@@ -54,7 +55,6 @@ from zbmd.training.step.reduction import (
     buffers_most,
     buffers_of,
 )
-from zbmd.training.stragglers.policy import OnStraggler
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
 from zbmd.transport.host.threads import computing_with

@@ -111,7 +111,14 @@ class Job(Generic[ResultT]):
             partial(PaceClock, options.out, first, hosts=options.hosts, begins=begins),
             note=self._note_pace,
         )
-        self._checkpoints = Checkpoints(worker, options, task.plan, pacing)
+        self._checkpoints = Checkpoints(
+            options.storage,
+            task.plan,
+            pacing,
+            retention=options.retention,
+            codec=options.codec,
+            hosts=options.hosts,
+        )
         self._log = RunLog(
             options.out,
             run_id=f"{worker.job:016x}",
@@ -268,7 +275,8 @@ class Job(Generic[ResultT]):
             for found in (trainer.file, trainer.kept):
                 if found is not None:
                     self._take_notes(found)
-            self._checkpoints.state_in(trainer.kept)
+            if self._options.checkpoints:
+                self._checkpoints.state_in(trainer.kept, self._worker)
             self._keeper = self._keeper_of(trainer, groups.world)
         return self._keeper
 

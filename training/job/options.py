@@ -9,8 +9,8 @@ from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.index import KEEP, Retention
 from zbmd.training.checkpoint.pace import Every
 from zbmd.training.checkpoint.storage import Storage, storage_of
+from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.redundancy.coded.machine import Code
-from zbmd.training.stragglers.policy import OnStraggler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,8 @@ from zbmd.actors.process.exit import write_exit_reason
 from zbmd.actors.rank.member import Worker
 from zbmd.training.autograd import spans
 from zbmd.training.job.mesh import MeshGroups
-from zbmd.training.job.task import Trainer
-from zbmd.training.profiler.lines import StepLine, StragglerLine
-from zbmd.training.profiler.profiler import Profiler
-from zbmd.training.stragglers.delays import delay_path, wait_for_data
-from zbmd.training.stragglers.machine import (
+from zbmd.training.job.stragglers.delays import delay_path, wait_for_data
+from zbmd.training.job.stragglers.machine import (
     Cause,
     Entered,
     Moved,
@@ -30,8 +27,11 @@ from zbmd.training.stragglers.machine import (
     StragglerAction,
     StragglerMachine,
 )
-from zbmd.training.stragglers.policy import OnStraggler, shares_for
-from zbmd.training.stragglers.samples import Sampler, no_sample
+from zbmd.training.job.stragglers.policy import OnStraggler, shares_for
+from zbmd.training.job.stragglers.samples import Sampler, no_sample
+from zbmd.training.job.task import Trainer
+from zbmd.training.profiler.lines import StepLine, StragglerLine
+from zbmd.training.profiler.profiler import Profiler
 from zbmd.transport.native._native import now_ns
 
 MOVABLE = (Cause.COMPUTE, Cause.RUNTIME)

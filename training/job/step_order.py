@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from zbmd.training.autograd import spans
 from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS, no_sample
 from zbmd.training.job.task import ResultRow, StepResult, Trainer
 from zbmd.training.step.memory_estimate import naming_step
 from zbmd.training.step.step_hook import NO_HOOK, VOTE_NUMBERS, StepHook, Vote
-from zbmd.training.stragglers.samples import SAMPLE_NUMBERS, no_sample
 
 _NOTHING: npt.NDArray[np.float64] = np.zeros(0)
 

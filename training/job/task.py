@@ -19,6 +19,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.stragglers.samples import Sample
 from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.profiler.lines import ActivationPeak
@@ -27,7 +28,6 @@ from zbmd.training.redundancy.interface import SegmentedState
 from zbmd.training.redundancy.stamped import Note, StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.step.step_hook import StepHook
-from zbmd.training.stragglers.samples import Sample
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 

@@ -14,9 +14,9 @@ from zbmd.training.checkpoint.storage import storage_of
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import SHARDED_AXIS, Mesh
 from zbmd.training.job.paced import require_every
+from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.sharded.stages import Stages
-from zbmd.training.stragglers.policy import OnStraggler
 from zbmd.training.zero.options import STAGES, ZeroOptions
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import THREADS_MAX

@@ -27,6 +27,7 @@ from zbmd.training.job.options import RunOptions
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.job.paced import PaceClock
 from zbmd.training.job.records import Records, require_board
+from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.job.task import ResultRow
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
@@ -65,7 +66,6 @@ from zbmd.training.step.memory_estimate import (
     too_large,
 )
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.stragglers.policy import OnStraggler
 from zbmd.training.zero.options import arena_bytes_needed, kept_bytes
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import computing_with
@@ -85,7 +85,7 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
         raise UserError(f"--zero shards the state along {axis}, and {mesh} has one rank there: omit it.")
     if options.spare_gradients and (options.zero or mesh.size(PIPELINE_AXIS) > 1):
         raise UserError(
-            "--on-straggler rebalance moves logical shards between ranks along dp that hold the same state: omit "
+            "--on-straggler rebalance moves logical shards between ranks along dp with the same state: omit "
             "--zero, fsdp and pp, or give --on-straggler replace."
         )
     if options.zero and mesh.size(PIPELINE_AXIS) == 1 and (options.chunks != 1 or options.balance):

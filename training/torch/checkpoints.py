@@ -25,8 +25,8 @@ from zbmd.training.checkpoint.index import Retention
 from zbmd.training.checkpoint.pace import Every
 from zbmd.training.checkpoint.sharded import Piece, last_in
 from zbmd.training.checkpoint.storage import Storage, storage_of, url_of
-from zbmd.training.job.checkpoints import Checkpoints
-from zbmd.training.job.paced import NotePace, PaceClock, PacedCheckpoints, require_every
+from zbmd.training.job.checkpoints import Checkpoints, Version
+from zbmd.training.job.paced import NotePace, PaceClock, Pacing, require_every
 from zbmd.training.job.signals import SIGNALS, signals_taken
 from zbmd.training.redundancy.interface import Wish
 from zbmd.transport.errors import UserError
@@ -85,15 +85,6 @@ class Options:
         return f"out={self.out is not None}, {self.saves.text()}, resume={self.resume}, exact={self.exact}"
 
 
-class _Checkpoints(Checkpoints):
-    """Those of ranks that need no call of all to begin in a view."""
-
-    def begin_in(self, token: bytes, *, first: bool) -> None:
-        """Begin in a view. token: of it, on all ranks alike. first: whether this rank publishes."""
-        self._token = token
-        self._handle(saving.NewView(first=first))
-
-
 class LoopCheckpoints:
     """This rank's part in the checkpoints of a loop. Used by the thread that trains.
 
@@ -107,12 +98,9 @@ class LoopCheckpoints:
         launched = RankEnvironment.read(os.environ)
         hosts = 1 if launched is None else launched.hosts
         self._storage, self._run_id = saves.storage, run_id
-        self._checkpoints = _Checkpoints(self._storage, plan, retention=saves.retention, codec=saves.codec)
-        self._paced = PacedCheckpoints(
-            self._checkpoints,
-            saves.every,
-            partial(PaceClock, out, first, hosts=hosts, begins=begins),
-            note=note,
+        pacing = Pacing(saves.every, partial(PaceClock, out, first, hosts=hosts, begins=begins), note=note)
+        self._checkpoints = Checkpoints(
+            self._storage, plan, pacing, retention=saves.retention, codec=saves.codec, hosts=hosts
         )
         self._wishes = Wish.NOTHING
         """Requests of this rank to all, of signals."""
@@ -126,16 +114,16 @@ class LoopCheckpoints:
     def close(self) -> None:
         """End what is being written, and take no more signals. Idempotent."""
         self._signals.close()
-        self._paced.close()
+        self._checkpoints.close()
 
-    def enter(self, epoch: int, *, first: bool) -> None:
-        """Begin with the ranks of an epoch. first: whether this one publishes."""
+    def enter(self, epoch: int, rank: int) -> None:
+        """Begin with the ranks of an epoch, of which this one is `rank`; it needs no call of all."""
         words = f"{self._run_id}/{epoch}"
-        self._checkpoints.begin_in(hashlib.blake2b(words.encode(), digest_size=8).digest(), first=first)
+        self._checkpoints.enter_by(hashlib.blake2b(words.encode(), digest_size=8).digest(), rank)
 
     def abandon(self) -> None:
         """A rank is lost: whoever replaces it writes nothing of the checkpoint under way."""
-        self._paced.abandon()
+        self._checkpoints.abandon()
 
     # Votes.
 
@@ -147,11 +135,11 @@ class LoopCheckpoints:
     @property
     def report(self) -> saving.Report:
         """This rank's part in its vote."""
-        return self._paced.report
+        return self._checkpoints.report
 
     def begin_step(self, step: int, *, decides: bool) -> None:
         """Step `step` begins. decides: whether this rank says when a measured checkpoint is due."""
-        self._asks = self._paced.begin_step(step, decides=decides)
+        self._asks = self._checkpoints.begin_step(step, decides=decides) & ~Wish.UNHELD
 
     def granted(self, asked: Wish) -> None:
         """All ranks deal with these requests now."""
@@ -159,29 +147,25 @@ class LoopCheckpoints:
 
     def voted(self, reports: Sequence[saving.Report]) -> None:
         """A transaction is committed by votes that say this."""
-        self._paced.voted(reports)
+        self._checkpoints.reported(reports)
 
     def staged(self) -> None:
         """Wait until the state of the last checkpoint is copied: it may change then."""
-        self._paced.staged()
+        self._checkpoints.staged()
 
     # Writing.
 
     def reached(self, world: Group, step: int, asked: Wish, pieces: Callable[[], Sequence[Piece]]) -> None:
         """All ranks have ended step `step`: begin a checkpoint, if one is due. asked: in the votes for it."""
-        self._paced.reached(world, step, asked=asked, due=False, pieces=pieces, loss_scale=())
+        self._checkpoints.reached(world, Version(step, (), pieces), asked=asked, waits=False)
 
     def save(self, world: Group, step: int, pieces: Callable[[], Sequence[Piece]]) -> None:
         """Write a checkpoint of `step`, and wait for it; all ranks together. Raises as operations of `world`.
 
         One that cannot be written is reported.
         """
-        self._paced.end(world)
-        if self._checkpoints.published != step:
-            self._paced.reached(world, step, asked=Wish.NOTHING, due=True, pieces=pieces, loss_scale=())
-            self._paced.end(world)
+        saved = self._checkpoints.reached(world, Version(step, (), pieces), asked=Wish.NOTHING, waits=True)
         if world.rank == 0:
-            saved = self._checkpoints.published == step
             what = f"saved: {last_in(self._storage)}" if saved else "not saved: see above"
             print(f"step {step} {what}", file=sys.stderr, flush=True)
 

@@ -154,7 +154,7 @@ class ReplicatedShares(Shares):
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], shares: int, why: str) -> None:
         super().__init__(shares, why)
         self._plan = AccumulationPlan.of(1, 0, 1)
-        """How the gradients of this rank's shares are added up."""
+        """The order in which the gradients of this rank's shares are added."""
         self._optimizers = optimizers
         found = [each for model in models for each in model.modules()]
         self._models = [each for each in found if isinstance(each, parallel.DistributedDataParallel)]

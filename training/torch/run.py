@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
 from zbmd.collectives.torch.world import world
 from zbmd.training.checkpoint.sharded import Piece
@@ -79,16 +80,7 @@ class Run:
         seed: int | None,
         options: Options,
     ) -> None:
-        worker = world().worker
-        launched = RankEnvironment.read(os.environ)
-        if worker is None or launched is None or not dist.is_initialized() or not CONTINUITY.groups:
-            raise UserError(
-                'zbmd.torch.resilient() needs dist.init_process_group("zbmd") before it, and ranks that are '
-                "supervised: start them by `zbmd-node run SCRIPT`, or under torchrun, srun or mpirun by "
-                "`python -m zbmd.torch.run SCRIPT` (torchrun -m zbmd.torch.run SCRIPT)"
-            )
-        if CONTINUITY.standing is Standing.IN_LOOP:
-            raise UserError("zbmd.torch.resilient() was called twice: a process has one resilient loop")
+        worker, launched = _supervised()
         ranks = int(dist.get_world_size())
         self._options, self._shrinks = options, 0 < launched.ranks_min < launched.world_size
         self._state = LoopState(
@@ -212,7 +204,7 @@ class Run:
             begins=not fresh,
             note=self._note_pace,
         )
-        self._checkpoints.enter(self._meetings.epoch, first=state.rank == 0)
+        self._checkpoints.enter(self._meetings.epoch, state.rank)
         CONTINUITY.at_leave(self._checkpoints.close)
 
     def _note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
@@ -534,7 +526,7 @@ class Run:
         promoted = meeting()
         self._divide_shares()
         if self._checkpoints is not None:
-            self._checkpoints.enter(self._meetings.epoch, first=self._state.rank == 0)
+            self._checkpoints.enter(self._meetings.epoch, self._state.rank)
         return promoted
 
     def _divide_shares(self) -> None:
@@ -588,3 +580,18 @@ class Run:
             saves=votes.NOTHING_SAVED if checkpoints is None else checkpoints.report,
         )
         return self._meetings.exchange.gather(row)
+
+
+def _supervised() -> tuple[Worker, RankEnvironment]:
+    """Return this rank's worker and its launcher's settings. Raises `UserError` if it can have no loop."""
+    worker = world().worker
+    launched = RankEnvironment.read(os.environ)
+    if worker is None or launched is None or not dist.is_initialized() or not CONTINUITY.groups:
+        raise UserError(
+            'zbmd.torch.resilient() needs dist.init_process_group("zbmd") before it, and ranks that are '
+            "supervised: start them by `zbmd-node run SCRIPT`, or under torchrun, srun or mpirun by "
+            "`python -m zbmd.torch.run SCRIPT` (torchrun -m zbmd.torch.run SCRIPT)"
+        )
+    if CONTINUITY.standing is Standing.IN_LOOP:
+        raise UserError("zbmd.torch.resilient() was called twice: a process has one resilient loop")
+    return worker, launched

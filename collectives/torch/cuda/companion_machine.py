@@ -96,7 +96,7 @@ class CompanionMachine:
             raise LocalProtocolError("a process group that is destroyed is made again")
         if self.stage is not Stage.NONE and epoch <= self.epoch:
             raise LocalProtocolError(f"communicators of epoch {epoch} after those of epoch {self.epoch}")
-        # The former ones may be live: another group of this process has lost a rank, and all begin anew.
+        # The former ones may be live: another group of this process has lost a rank, and all begin again.
         abort: list[Action] = [Abort()] if self.stage is Stage.LIVE else []
         self.stage, self.epoch, self.error = Stage.LIVE, epoch, None
         return [*abort, Make(epoch)]

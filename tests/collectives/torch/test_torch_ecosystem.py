@@ -15,14 +15,14 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 
 LINES = {"accelerate": 1, "lightning": 1, "transformers": 1, "parallelism": 3}
-"""The number of lines of results of each `with_NAME.py` of `tests/programs/torch`."""
+"""The number of lines of results of each `with_NAME.py` of `tests/programs/torch/libraries`."""
 
 
 def run(
     name: str, backend: str, directory: Path, *options: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on two ranks."""
-    program = str(PROGRAMS / "torch" / f"with_{name}.py")
+    program = str(PROGRAMS / "torch" / "libraries" / f"with_{name}.py")
     node = (sys.executable, "-m", "zbmd.tools.node.cli", "run", "-n", "2", *options)
     command = [*node, program, backend, str(directory)]
     environment = {**os.environ, **variables}

@@ -10,7 +10,7 @@ import numpy as np
 
 import zbmd
 from zbmd.training.job.data_parallel import DataParallelTask, State, run_task
-from zbmd.training.stragglers.policy import OnStraggler
+from zbmd.training.job.stragglers.policy import OnStraggler
 
 WIDTH = 256
 

@@ -19,9 +19,9 @@ from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.checkpoint import writer
 from zbmd.training.checkpoint.sharded import open_state, read_names
 from zbmd.training.checkpoint.storage import Storage
-from zbmd.training.checkpoint import writer
 from zbmd.training.job.data_parallel import DataParallelTask, State, TaskResult, run_task
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError

@@ -19,7 +19,7 @@ RANKS, STEPS = 2, 16
 
 async def run(fault: str = "") -> tuple[int, list[str]]:
     """Return how many ranks were replaced, and what the ranks printed of steps and of their final state."""
-    program = PROGRAMS / "torch/resilient_accelerate.py"
+    program = PROGRAMS / "torch/libraries/resilient_accelerate.py"
     result, lines = await train(program, "plain", fault, RANKS)
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
     return result.restarts, steps_in(lines)

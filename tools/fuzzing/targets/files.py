@@ -52,12 +52,12 @@ from zbmd.training.data.token_corpus import MANIFEST_NAME, TokenCorpus, prepare_
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.job.explained import read_note
 from zbmd.training.job.records import last_steps
+from zbmd.training.job.stragglers.delays import read_delay
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.hugging_face import CONFIG_NAME, load_gpt2, save_gpt2
 from zbmd.training.model.hugging_face import WEIGHTS_NAME as GPT2_WEIGHTS_NAME
 from zbmd.training.model.weights import load_weights, save_weights
 from zbmd.training.optim.mixed_precision import LossScale
-from zbmd.training.profiler.announcements import read_announcements
 from zbmd.training.profiler.lines import (
     IDLE,
     VERSION,
@@ -69,7 +69,6 @@ from zbmd.training.profiler.lines import (
     read_profiles,
     summary_of,
 )
-from zbmd.training.profiler.metrics import decode_metrics
 from zbmd.training.profiler.peak import MachineDescription, decode_peaks
 from zbmd.training.profiler.ring import (
     MAGIC,
@@ -84,7 +83,6 @@ from zbmd.training.redundancy.stamped import StateName
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.ledger import LOG_FORMAT, CommitLog, CommitRecord, LedgerBroken, LogHeader, read_log
 from zbmd.training.run.loop_steps import LoopPlan
-from zbmd.training.stragglers.delays import read_delay
 from zbmd.transport import kill_points as faults
 from zbmd.transport.clock.deadlines import parse_duration
 from zbmd.transport.errors import UserError
@@ -565,27 +563,6 @@ def _ring(data: bytes) -> None:
 )
 def _peaks(data: bytes) -> None:
     decode_peaks(data)
-
-
-@target(
-    "profile.announcements",
-    "the runs and deaths that are announced to a dashboard",
-    lambda: (b'{"kind":"run","directory":"/r"}\n{"kind":"lost","rank":1,"incarnation":2,"cause":"x"}\n',),
-)
-def _announcements(data: bytes) -> None:
-    read_announcements(data)
-
-
-@target(
-    "profile.metrics",
-    "the metrics of a user's program",
-    lambda: (
-        b'{"rank":0,"incarnation":1,"began_ns":1,"at_ns":2,"series":[["a","counter","",[["b","c"]],1.5]]}',
-    ),
-)
-def _metrics(data: bytes) -> None:
-    with contextlib.suppress(ValueError, RecursionError):
-        decode_metrics(data)
 
 
 _DATA = "/dev/null/*"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,8 @@ from zbmd.training.checkpoint.formats.safetensors_folder import SafetensorsFile
 from zbmd.training.checkpoint.formats.tensors import Meta, Tensor, decode_meta, encode_meta
 from zbmd.training.model.hugging_face import INDEX_NAME, WEIGHTS_NAME, read_index
 from zbmd.training.ops.cuda.compiler import DIGEST_BYTES, Compiled, decode_entry, encode_entry
+from zbmd.training.profiler.announcements import read_announcements
+from zbmd.training.profiler.metrics import decode_metrics
 from zbmd.transport.errors import UserError
 
 file_target(
@@ -59,3 +62,24 @@ def _kernel(data: bytes) -> None:
     found = decode_entry(hashlib.sha256(data).digest() + data)
     if found is not None and decode_entry(encode_entry(found)) != found:
         raise Broken(f"{found}")
+
+
+@target(
+    "profile.announcements",
+    "the runs and deaths that are announced to a dashboard",
+    lambda: (b'{"kind":"run","directory":"/r"}\n{"kind":"lost","rank":1,"incarnation":2,"cause":"x"}\n',),
+)
+def _announcements(data: bytes) -> None:
+    read_announcements(data)
+
+
+@target(
+    "profile.metrics",
+    "the metrics of a user's program",
+    lambda: (
+        b'{"rank":0,"incarnation":1,"began_ns":1,"at_ns":2,"series":[["a","counter","",[["b","c"]],1.5]]}',
+    ),
+)
+def _metrics(data: bytes) -> None:
+    with contextlib.suppress(ValueError, RecursionError):
+        decode_metrics(data)

@@ -55,7 +55,7 @@ class HeldLine:
 
     def __init__(self, rank: int, memory: Array, file: tuple[int, int], *, job: int | None) -> None:
         self._job = job
-        self._rank, self._file, self._begin, self._nbytes = rank, file, address_of(memory), memory.nbytes
+        self.rank, self._file, self._begin, self._nbytes = rank, file, address_of(memory), memory.nbytes
         self._line: HolderLine | None = None
         self._next_s = 0.0
         """When to look for a process again."""
@@ -86,7 +86,7 @@ class HeldLine:
                 if isinstance(held, Refused):
                     continue
                 with contextlib.closing(held):
-                    memory = held.memory.get(self._rank)
+                    memory = held.memory.get(self.rank)
                     if memory is not None and file_of(memory) == self._file:
                         undo.pop_all()
                         return line

@@ -138,7 +138,7 @@ def lost() -> None:
     """A rank dies while the others wait in the other backend; then all initialise again."""
     while True:
         me, n = start()
-        pair = dist.new_group([0, 1])  # which loses nobody, and begins anew with the others
+        pair = dist.new_group([0, 1])  # which loses nobody, and begins again with the others
         try:
             x = put(torch.ones(4))
             dist.all_reduce(x)

@@ -13,8 +13,16 @@ from typing import Final, TypeAlias, assert_never
 
 import numpy as np
 
-from zbmd.training.stragglers.samples import SAMPLE_NUMBERS, Field
-from zbmd.training.stragglers.scores import PAST, PEERS, STEPS_MIN, THRESHOLD, Floats, Scores, lower_median
+from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS, Field
+from zbmd.training.job.stragglers.scores import (
+    PAST,
+    PEERS,
+    STEPS_MIN,
+    THRESHOLD,
+    Floats,
+    Scores,
+    lower_median,
+)
 from zbmd.transport.errors import LocalProtocolError
 
 WARM_UP_STEPS: Final = 3

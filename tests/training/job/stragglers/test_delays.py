@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.training.stragglers.delays import DataDelay, delay_path, delaying_data, read_delay, wait_for_data
+from zbmd.training.job.stragglers.delays import (
+    DataDelay,
+    delay_path,
+    delaying_data,
+    read_delay,
+    wait_for_data,
+)
 from zbmd.transport.errors import UserError
 
 LONG = DataDelay(delay_ms=50.0)

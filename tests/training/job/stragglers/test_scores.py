@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from zbmd.training.stragglers.scores import PAST_MIN, STEPS_MIN, THRESHOLD, Floats, Scores
+from zbmd.training.job.stragglers.scores import PAST_MIN, STEPS_MIN, THRESHOLD, Floats, Scores
 
 STEP_NS = 100e6
 SLOW_FROM = 104

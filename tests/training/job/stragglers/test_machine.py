@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.training.stragglers.machine import (
+from zbmd.training.job.stragglers.machine import (
     Cause,
     Cleared,
     Entered,
@@ -19,7 +19,7 @@ from zbmd.training.stragglers.machine import (
     StragglerAction,
     StragglerMachine,
 )
-from zbmd.training.stragglers.samples import SAMPLE_NUMBERS, Field
+from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS, Field
 from zbmd.transport.errors import LocalProtocolError
 
 MS = 1e6

@@ -8,9 +8,9 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+from zbmd.training.job.stragglers import samples
+from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS, Field, Sampler
 from zbmd.training.profiler.lines import StepLine
-from zbmd.training.stragglers import samples
-from zbmd.training.stragglers.samples import SAMPLE_NUMBERS, Field, Sampler
 from zbmd.transport.tcp.sockets import smoothed_round_trip_us
 
 

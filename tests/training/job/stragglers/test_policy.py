@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbmd.training.stragglers.policy import shares_for
+from zbmd.training.job.stragglers.policy import shares_for
 from zbmd.transport.errors import LocalProtocolError
 
 

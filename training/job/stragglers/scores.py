@@ -8,7 +8,7 @@ again at 0 instead of becoming negative. A sum above `THRESHOLD` is an alarm.
 Times of steps have heavy tails, so that every estimate is of order statistics, and one step adds a bounded
 amount: no fewer than `STEPS_MIN` slow steps make an alarm, however slow they are. The shift that is looked
 for is 10 % of a step, or 1.5 times the noise if that is more: on a noisy machine a rank must be slower to be
-named, and the rate of false alarms stays. tests/training/stragglers measures both on 10,000 simulated runs.
+named, and the rate of false alarms stays. tests/training/job/stragglers measures both on 10,000 runs.
 
 All functions work on the last two axes (causes, ranks): leading axes are independent runs, for simulation.
 """

@@ -136,7 +136,7 @@ class Gates:
         self._api = api
         self.can_hold = api.waits_for_values()
         memory = api.host_alloc(GATES * 4) if self.can_hold else memoryview(bytearray(GATES * 4))
-        self._numbers: NDArray[np.uint32] = np.frombuffer(memory, np.uint32)
+        self._numbers: NDArray[np.uint32] = np.asarray(memory, np.uint8).view(np.uint32)
         self._numbers[:] = 0
         self._free = list(range(GATES))
         self._lock = threading.Lock()

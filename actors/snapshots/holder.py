@@ -14,6 +14,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -245,10 +246,15 @@ def _close(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-def run_holder(argv: Sequence[str], work: Callable[[HeldMemory], HolderWork] | None = None) -> int:
+def run_holder(
+    argv: Sequence[str],
+    work: Callable[[HeldMemory], HolderWork] | None = None,
+    prepare: Callable[[], object] = lambda: None,
+) -> int:
     """Run the holder that `argv` describes; return the exit code: 1 if another one has its address.
 
-    work: as of `HolderDriver`.
+    work: as of `HolderDriver`; prepare: called on a thread once memory can be held, such as to import what
+    work needs, for which no rank is to wait.
     """
     spec, line = decode_spec(argv[0]), socket.socket(fileno=int(argv[1]))
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -264,6 +270,7 @@ def run_holder(argv: Sequence[str], work: Callable[[HeldMemory], HolderWork] | N
         driver = HolderDriver(spec, line, work)
     except OSError:
         return 1
+    threading.Thread(target=prepare, daemon=True).start()
     driver.run()
     if work is not None:
         os._exit(0)  # a drop waits for no thread

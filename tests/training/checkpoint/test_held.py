@@ -278,6 +278,7 @@ async def test_strangers_lose_their_own_connection_alone(quick: None, tmp_path: 
         (address,) = find_holders(job=job.keeper.job)
         for payload in (b"", b"\xc1", encode(Heard("x", Event.COPIED)), encode(["save"])):
             with closing(HolderLine(address.name)) as line:
+                line.line.settimeout(60)
                 line.send(Work(payload=payload))
                 assert line.line.recv(1) == b""
         assert all(rank.line.is_there for rank in job.ranks)

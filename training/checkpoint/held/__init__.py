@@ -6,6 +6,6 @@ so, nobody else is needed: the process writes all shards and publishes the check
 ranks use as well (`saving`), whoever dies meanwhile. If the ranks are on several hosts, each process writes
 the shards of its own, and the ranks' votes decide.
 
-`python -m zbmd.training.checkpoint.held` is that process: `actors.snapshots.holder` with `service`, which is
-imported for the first checkpoint. `line` is a rank's connection to it.
+`python -m zbmd.training.checkpoint.held` is that process: `actors.snapshots.holder` with `service`. `line` is
+a rank's connection to it.
 """

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from functools import partial
 
 from zbmd.actors.snapshots.holder import HeldMemory, HolderWork, run_holder
 from zbmd.transport import kill_points as faults
 
 PROCESS = "snapshots"
 """Its name among the processes that kill themselves; the incarnation counts those of a job."""
+SERVICE = "zbmd.training.checkpoint.held.service"
 
 
 def _work(held: HeldMemory) -> HolderWork:
-    """Make what writes. It imports numpy and codecs, which a process that only holds memory does without."""
+    """Make what writes, for the first checkpoint."""
     from zbmd.training.checkpoint.held.service import HeldCheckpoints
 
     own = [
@@ -26,4 +29,4 @@ def _work(held: HeldMemory) -> HolderWork:
 
 
 if __name__ == "__main__":
-    sys.exit(run_holder(sys.argv[1:], _work))
+    sys.exit(run_holder(sys.argv[1:], _work, prepare=partial(importlib.import_module, SERVICE)))

@@ -174,7 +174,7 @@ async def test_shards_are_copied_written_and_published_without_the_ranks(quick: 
         version, weights, mean = saved(out)
         expected = [np.arange(ELEMENTS) + 1000 * rank + 3 for rank in range(RANKS)]
         assert version == 3 and np.array_equal(weights, np.concatenate(expected).astype(np.float32))
-        assert np.array_equal(mean, np.repeat(np.float32([7, 8]), ELEMENTS))
+        assert np.array_equal(mean, np.repeat(np.array([7, 8], np.float32), ELEMENTS))
 
 
 async def test_memory_that_was_overwritten_before_it_was_copied_is_not_written(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from support.processes.launcher import Launcher, Running
 
 EVERY = 20
+CHECKPOINT_BYTES_MIN = 100_000
 LONG = ("--steps", "600")
 """Some seconds, of which the snapshot process writes checkpoints in the later ones."""
 
@@ -40,24 +41,30 @@ def require_whole(run: Path) -> None:
     assert not [path for path in run.iterdir() if path.name.startswith(".checkpoint")]
 
 
+def has_written(holder: int) -> bool:
+    """Return whether a snapshot process has written a checkpoint, not only messages."""
+    wrote = re.search(r"wchar: (\d+)", Path(f"/proc/{holder}/io").read_text())
+    return wrote is not None and int(wrote[1]) > CHECKPOINT_BYTES_MIN
+
+
 def stopped_in_a_checkpoint(running: Running, run: Path, step: int) -> tuple[int, int]:
-    """Stop the snapshot process in `step` or later, once it writes checkpoints: it has threads for that then.
+    """Stop the snapshot process in `step` or later, once it writes checkpoints.
 
-    Return it, and the step of the checkpoint that it is asked for and cannot write now.
+    Return it, and the step of the checkpoint that it is asked for and cannot write now. It is stopped in the
+    middle of an interval: all know of the checkpoint before.
     """
-
-    def writes() -> bool:
-        found = running.processes().get(HOLDER)
-        return found is not None and len(os.listdir(f"/proc/{found[0]}/task")) > 1
-
-    while not writes():
+    while True:
         running.until(rf"^step {(step := step + 1)} loss")
-    (holder,) = running.processes()[HOLDER]
-    os.kill(holder, signal.SIGSTOP)
-    begun = saved_in(run) // EVERY * EVERY + EVERY
-    running.until(rf"^step {begun + 1} loss")
-    assert saved_in(run) < begun
-    return holder, begun
+        found, saved = running.processes().get(HOLDER), saved_in(run)
+        if found is None or not has_written(found[0]):
+            continue
+        running.until(rf"^step {saved + EVERY // 2} loss")
+        os.kill(found[0], signal.SIGSTOP)
+        if saved_in(run) == saved:
+            running.until(rf"^step {saved + EVERY + 1} loss")
+            assert saved_in(run) == saved
+            return found[0], saved + EVERY
+        os.kill(found[0], signal.SIGCONT)
 
 
 async def test_a_rank_is_killed_while_it_writes(launcher: Launcher, run: Path) -> None:

@@ -234,7 +234,7 @@ def _of_line(
     shift = _shift(life)
     cut = next((one for one in life.cuts if line.begin_ns <= one.at_ns < line.end_ns), None)
     if cut is not None:
-        left = cut.at_ns + shift
+        left = max(start, cut.at_ns + shift)  # clocks of hosts differ
         died = min((one.at_ns + shift for one in cut.deaths), default=left)
         died = min(max(died, start), left)
         yield Span(Cause.RECOMPUTED if again else Cause.USEFUL, start, died)

@@ -27,6 +27,8 @@ from zbmd.transport.errors import LocalProtocolError
 
 WARM_UP_STEPS: Final = 3
 """Of each view: plans, files and memory are made in them."""
+GATHER_NS: Final = 60e6
+"""Shorter steps are judged several at a time, as one: a judgement costs 0.12 ms."""
 PART_MIN: Final = 0.4
 """Evidence that is at least so much of an excess is its explanation."""
 RECENT: Final = 1 / STEPS_MIN
@@ -59,6 +61,8 @@ _ROWS: Final = (
 """Of the scores. The first is what its own work takes, the second what it waits for a processor meanwhile: on
 a machine with much other load the second varies more, and hides nothing of the first."""
 _CONTENDED: Final = 1
+_TIMES: Final = [Field.PASSES, Field.UPDATE, Field.DATA, Field.CHECKPOINT, Field.WAIT]
+"""Together the time of a step."""
 _EVIDENCE: Final = (Field.STEAL, Field.THROTTLED, Field.OTHERS)
 
 
@@ -140,11 +144,16 @@ class StragglerMachine:
     def __init__(self) -> None:
         self._entered = Entered(ranks=(), shards=(), alike=())
         self._scores: Scores | None = None
-        self._seen = 0
+        self._seen = self._judged = 0
         self._named: dict[tuple[int, int], Cause] = {}
         """By place and row."""
         self._usual: Floats = np.zeros((0, 0))
         self._late: Floats = np.zeros((0, 0))
+        self._gathered: list[Floats] = []
+        """Samples of steps that are not judged yet."""
+        self._gathered_ns = 0.0
+        self._at_once = 1
+        """Steps that were judged last."""
 
     def handle(self, event: StragglerEvent) -> list[StragglerAction]:
         """Take an event; return what is to be reported. Raises `LocalProtocolError` for one out of order."""
@@ -156,6 +165,7 @@ class StragglerMachine:
                 if len(event.shards) != len(self._entered.ranks):
                     raise LocalProtocolError("expected the shards of each member of the view")
                 self._entered = replace(self._entered, shards=event.shards)
+                self._forget_gathered()
                 return []
             case Stepped():
                 return self._step(event)
@@ -178,7 +188,7 @@ class StragglerMachine:
         return np.zeros((2, len(_ROWS), ranks)) if self._scores is None else self._scores.sums / THRESHOLD
 
     def _enter(self, event: Entered) -> None:
-        self._entered, self._seen, self._named = event, 0, {}
+        self._entered, self._seen, self._judged, self._named = event, 0, 0, {}
         by_work: dict[tuple[int, ...], list[int]] = {}
         for place, key in enumerate(event.alike):
             by_work.setdefault((key,), []).append(place)
@@ -187,6 +197,23 @@ class StragglerMachine:
         self._scores = None if alone else Scores((len(_ROWS), ranks), tuple(map(tuple, by_work.values())))
         self._usual = np.zeros((len(_EVIDENCE), ranks))
         self._late = np.zeros((len(_EVIDENCE), ranks))
+        self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
+        self._gathered, self._gathered_ns = [], 0.0
+
+    def _gather(self, samples: Floats) -> Floats | None:
+        """Take the samples of a step; return the sum of those that are to be judged, None if too few."""
+        self._gathered.append(samples)
+        self._gathered_ns += float(samples[:, _TIMES].sum(axis=1).max())
+        if self._gathered_ns < GATHER_NS:
+            return None
+        found: Floats = np.sum(self._gathered, axis=0)
+        self._at_once = len(self._gathered)
+        found[:, Field.ROUND_TRIP] /= self._at_once
+        found[:, Field.INCARNATION] = samples[:, Field.INCARNATION]
+        self._forget_gathered()
+        return found
 
     def _step(self, event: Stepped) -> list[StragglerAction]:
         scores, ranks = self._scores, len(self._entered.ranks)
@@ -197,7 +224,10 @@ class StragglerMachine:
         self._seen += 1
         if self._seen <= WARM_UP_STEPS:
             return []
-        samples = event.samples.T
+        judged = self._gather(event.samples)
+        if judged is None:
+            return []
+        event, samples = Stepped(event.step, judged), judged.T
         sums = scores.take(self._costs(samples)).max(axis=0)
         self._weigh(samples[list(_EVIDENCE)], calm=not self._named and bool(sums.max() < THRESHOLD / 3))
         actions: list[StragglerAction] = []
@@ -232,10 +262,11 @@ class StragglerMachine:
         )
 
     def _weigh(self, found: Floats, *, calm: bool) -> None:
-        first = self._seen == WARM_UP_STEPS + 1
+        self._judged += 1
+        first = self._judged == 1
         self._late += (found - self._late) * (1.0 if first else RECENT)
         if first or calm:
-            weight = max(KNOWN, 1 / (self._seen - WARM_UP_STEPS))
+            weight = max(KNOWN, 1 / self._judged)
             self._usual += (found - self._usual) * weight
 
     def _name(self, event: Stepped, scores: Scores, row: int, place: int) -> Named:
@@ -256,7 +287,8 @@ class StragglerMachine:
         )
 
     def _explained(self, row: int, more_ns: float, event: Stepped, place: int) -> tuple[Cause, str]:
-        cause, more_ms = _ROWS[row], more_ns / 1e6
+        cause, per_ms = _ROWS[row], 1e6 * self._at_once
+        more_ms = more_ns / per_ms
         if cause is not Cause.COMPUTE:
             return cause, self._plain_words(cause, more_ms, event, place)
         usual = np.minimum(self._usual[:, place], np.delete(self._late, place, axis=1).min(axis=1))
@@ -264,16 +296,16 @@ class StragglerMachine:
         steal_ns, throttled_ns, others_ns = grown.tolist()
         least_ns = PART_MIN * more_ns
         if throttled_ns >= least_ns:
-            return cause, f"the quota of its cgroup is used up for {throttled_ns / 1e6:.1f} ms a step more"
+            return cause, f"the quota of its cgroup is used up for {throttled_ns / per_ms:.1f} ms a step more"
         if row == _CONTENDED:
             return cause, f"another process has its processor for {more_ms:.1f} ms a step more"
         if steal_ns >= least_ns:
             return (
                 cause,
-                f"the hypervisor takes its processor (steal) for {steal_ns / 1e6:.1f} ms a step more",
+                f"the hypervisor takes its processor (steal) for {steal_ns / per_ms:.1f} ms a step more",
             )
         if others_ns >= least_ns:
-            took = f"{others_ns / 1e6:.1f} ms a step more"
+            took = f"{others_ns / per_ms:.1f} ms a step more"
             return Cause.RUNTIME, f"its event loop or other threads of its own compute for {took}"
         return cause, (
             f"its passes and updates take {more_ms:.1f} ms a step more, and no other process, quota or "

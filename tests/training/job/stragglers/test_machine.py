@@ -80,6 +80,20 @@ def test_a_slow_rank_is_named_once_with_its_cause_and_cleared(
     assert (cleared.rank, cleared.cause) == (2, cause) and cleared.step >= STEPS
 
 
+def test_short_steps_are_judged_several_at_a_time() -> None:
+    draw, machine = np.random.default_rng(3), StragglerMachine()
+    machine.handle(Entered(ranks=(0, 1), shards=(2, 2), alike=(0, 0)))
+    short = [field for field in Field if field not in (Field.KNOWN, Field.ROUND_TRIP, Field.INCARNATION)]
+    found: list[StragglerAction] = []
+    for step in range(1, 900):
+        made = samples(draw, 2, {Field.PASSES: 12 * MS} if step > 500 else {}, 1)
+        made[:, short] /= 10  # steps of 12.6 ms
+        found += machine.handle(Stepped(step, made))
+    (named,) = found
+    assert isinstance(named, Named) and named.rank == 1 and named.cause is Cause.COMPUTE
+    assert 500 + 7 * 5 < named.step <= 500 + 20 * 5 and "1.2 ms a step more" in named.evidence
+
+
 def test_nobody_is_named_who_is_not_slow_nor_when_all_are() -> None:
     assert not history({})
     assert not history({Field.PASSES: 12 * MS}, ranks=1, slow=0), "nobody waits for it"

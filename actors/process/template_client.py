@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,7 +34,11 @@ _MAIN = (
 
 
 class TemplateLost(ZbmdError):
-    """The template process ended, and every rank with it."""
+    """The template process ended, and every rank with it. killed: by SIGKILL."""
+
+    def __init__(self, text: str, *, killed: bool = False) -> None:
+        super().__init__(text)
+        self.killed = killed
 
 
 class TemplateClient:
@@ -212,7 +217,7 @@ class TemplateClient:
             if code >= 0
             else f"was killed by signal {-code}"
         )
-        error = TemplateLost(f"the template process {why or how}")
+        error = TemplateLost(f"the template process {why or how}", killed=code == -signal.SIGKILL)
         if self._ready.done():
             self._on_lost(error)
         else:

@@ -134,6 +134,7 @@ class Host:
         self._snapshots = snapshots
         self._stdin_rank = stdin_rank
         self._adopts, self._per_rank = adopts, per_rank
+        self._template_killed = False
         self.job = secrets.randbits(63) | 1
         self._output = output
         self._observer = observer
@@ -228,7 +229,7 @@ class Host:
                 if self._snapshots is not None:
                     await self._snapshots.close(keeps=keeps)
                 await self._jobs.close()
-        return result_of(job, events)
+        return result_of(job, events, template_killed=self._template_killed)
 
     async def _end(self, jobs: JobHost, events: EventQueue[HostEvent]) -> Job:
         """Wait for the end of the job. Raises what the observer or a bug of the driver raises."""
@@ -244,6 +245,7 @@ class Host:
             bug.cancel()
 
     def _template_lost(self, error: TemplateLost) -> None:
+        self._template_killed |= error.killed
         self._stop(str(error), kill=True, failed=True)
 
     def _stop(self, reason: str, *, kill: bool, failed: bool) -> None:
@@ -251,12 +253,17 @@ class Host:
         self._port.command(Stop(job=self.job, reason=cut, kill=kill, failed=failed))
 
 
-def result_of(job: Job, events: EventQueue[HostEvent] | EventQueue[HostEvent | str]) -> RunResult:
-    """Return the result of a run whose job has ended."""
+def result_of(
+    job: Job, events: EventQueue[HostEvent] | EventQueue[HostEvent | str], *, template_killed: bool = False
+) -> RunResult:
+    """Return the result of a run whose job has ended. template_killed: so the process that ranks are forked
+    from was killed."""
     assert job.outcome is not None
     exit_code, failures = job.exit_code, events.failures
     if exit_code and any(failure.code == USAGE_EXIT_CODE for failure in failures):
         exit_code = USAGE_EXIT_CODE
+    elif exit_code == EXIT_FAILED and template_killed:
+        exit_code = REQUEUE_EXIT_CODE
     elif exit_code == EXIT_FAILED and failures:
         # The table had to decide before the exit codes were known: a death is proven sooner.
         ended_by = failures if job.restarts_total else failures[:1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.machines.mutations import ANY, BROKEN, Edit, Mutation, require_found
 
-MACHINE = "zbmd.training.torch.transaction"
-LOOP = f"{MACHINE}:Transactions"
+LOOP = "zbmd.training.torch.transaction:Transactions"
+DIVISION = "zbmd.training.torch.fsdp.division"
 
 MUTATIONS = [
     Mutation(
@@ -19,21 +19,28 @@ MUTATIONS = [
     Mutation(
         "shards move while a rank is in the middle of a step",
         "shards",
-        (Edit(f"{LOOP}._go_on", "self._behind and self._moves", "False"),),
+        (Edit(f"{LOOP}._go_on", "self._behind and (self._moves or self._next is not None)", "False"),),
         ANY,
         seed=8,
     ),
     Mutation(
         "a shard is taken from a rank that has lost its copy",
         "shards",
-        (Edit(f"{MACHINE}:_lost_shard", "not reports[buddy].keeps", "False"),),
+        (Edit(f"{DIVISION}:holders_of", "if keeps and size > 1", "if size > 1"),),
         BROKEN,
         seed=2,
     ),
     Mutation(
         "a replacement counts as a buddy before it has the copy",
         "shards",
-        (Edit(f"{MACHINE}:_moves", "if not report.keeps]", "if not report.keeps and not report.fresh]"),),
+        (
+            Edit(
+                f"{LOOP}._divisions",
+                "moves_of(reports, self._target, self._source), None",
+                "[move for move in moves_of(reports, self._target, self._source)"
+                " if move.what is not What.COPY or not reports[move.target].fresh], None",
+            ),
+        ),
         BROKEN,
         seed=0,
     ),

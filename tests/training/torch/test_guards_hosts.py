@@ -42,6 +42,8 @@ def torchruns(
         started: list[Process] = []
         for number, host in enumerate(lab.hosts):
             variables = ["OMP_NUM_THREADS=1", "ZBMD_ARENA=32MiB", f"ZBMD_COOKIE_FILE={directory}/{number}"]
+            # Between hosts each run measures which order of sums is faster: two runs may have other bits.
+            variables.append("ZBMD_ALGORITHM=all_reduce=ring")
             variables += [f"ZBMD_FAULT={fault}"] if fault else []
             place = ("--node-rank", str(number), "--master-addr", lab.hosts[0].address, "--master-port", PORT)
             command = (sys.executable, "-m", *TORCHRUN, *place, *options, *GUARD, *map(str, script))

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 WORK = str(PROGRAMS / "training/even_work.py")
 MORE_S = 180.0
 """Beside other work a step takes many times as long, and what is waited for is a number of steps."""
-KNOWN_STEPS = 32
-"""After these a rank is compared with its past."""
+KNOWN_STEPS = 160
+"""After these a rank is compared with its past: short steps are judged several at a time."""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.jobs.profiles import WALL, S, encoded, life, step
 
@@ -106,6 +106,9 @@ STEPS = st.lists(
 """Of a life: what each step goes back by, what it takes, its wait, and whether and when it is cut."""
 
 
+@example(  # a step is cut before it begins, by the clock of another host
+    lives=[(2, 0, []), (1, 3, [(0, 1, 0, True, 0)]), (2, 0, [(0, 1, 0, False, 0), (0, 2, 0, True, 0)])]
+)
 @given(lives=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), STEPS), min_size=1, max_size=6))
 def test_causes_add_up_for_any_profiles(
     lives: list[tuple[int, int, list[tuple[int, int, int, bool, int]]]],

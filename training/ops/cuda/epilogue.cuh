@@ -57,3 +57,19 @@ DEVICE void write_tile(T *c, float *staged, int row0, int column0, int m, int n,
         }
     }
 }
+
+// The entries of a source of products, by its `multiply<TA, TB, T>`.
+#define PRODUCT(name, T, TA, TB)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(256) name(T *c, const bf16 *a, const bf16 *b, int m, int n, int k, \
+                                                           const float *bias, const bf16 *residual, bf16 *before,  \
+                                                           float scale, int activation) {                          \
+        multiply<TA, TB, T>(c, a, b, m, n, k, {bias, residual, before, scale, activation});                        \
+    }
+
+#define PRODUCTS(prefix)                                 \
+    PRODUCT(prefix##_nn_bf16, bf16, false, false)        \
+    PRODUCT(prefix##_nt_bf16, bf16, false, true)         \
+    PRODUCT(prefix##_tn_bf16, bf16, true, false)         \
+    PRODUCT(prefix##_nn_f32, float, false, false)        \
+    PRODUCT(prefix##_nt_f32, float, false, true)         \
+    PRODUCT(prefix##_tn_f32, float, true, false)

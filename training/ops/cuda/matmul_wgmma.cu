@@ -115,16 +115,4 @@ DEVICE void multiply(T *c, const bf16 *a, const bf16 *b, int m, int n, int k, co
     write_tile<T, ROWS, COLUMNS>(c, staged, row0, column0, m, n, end);
 }
 
-#define PRODUCT(name, T, TA, TB)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256) name(T *c, const bf16 *a, const bf16 *b, int m, int n, int k, \
-                                                           const float *bias, const bf16 *residual, bf16 *before,   \
-                                                           float scale, int activation) {                           \
-        multiply<TA, TB, T>(c, a, b, m, n, k, {bias, residual, before, scale, activation});                         \
-    }
-
-PRODUCT(wgmma_nn_bf16, bf16, false, false)
-PRODUCT(wgmma_nt_bf16, bf16, false, true)
-PRODUCT(wgmma_tn_bf16, bf16, true, false)
-PRODUCT(wgmma_nn_f32, float, false, false)
-PRODUCT(wgmma_nt_f32, float, false, true)
-PRODUCT(wgmma_tn_f32, float, true, false)
+PRODUCTS(wgmma)

@@ -102,7 +102,7 @@ class SlowRanks:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _done_about(self, action: StragglerAction, groups: MeshGroups, trainer: Trainer) -> str:
-        """Do what all ranks do about it, alike on all of them; return that in words."""
+        """Act on it, alike on all ranks; return what was done, for the report."""
         named, wanted = isinstance(action, Named), self._on_straggler
         if wanted is OnStraggler.REBALANCE and action.cause in MOVABLE:
             return self._rebalanced(action, groups, trainer)

@@ -138,7 +138,7 @@ class CutLine(msgspec.Struct, frozen=True, kw_only=True, tag="cut", tag_field="k
 class StragglerLine(msgspec.Struct, frozen=True, kw_only=True, tag="straggler", tag_field="kind"):
     """Rank `slow` was named as slow, or is no longer (`over`), as all ranks decided after `step`.
 
-    text: it in words; cause: in a word; factor: its time beside what is usual; at_ns: CLOCK_MONOTONIC. One
+    text: the report; cause: its name; factor: the time beside what is usual; at_ns: CLOCK_MONOTONIC. One
     rank writes it.
     """
 

@@ -111,7 +111,7 @@ class Named:
 
     @property
     def text(self) -> str:
-        """Return it in words."""
+        """Return the report for people."""
         usual = {(True, False): "its own past", (False, True): "its peers"}.get(
             (self.past, self.peers), "its own past and its peers"
         )
@@ -131,7 +131,7 @@ class Cleared:
 
     @property
     def text(self) -> str:
-        """Return it in words."""
+        """Return the report for people."""
         return f"rank {self.rank} is no longer slow (cause {self.cause.value})"
 
 

@@ -75,17 +75,18 @@ def test_a_rank_that_is_stopped_now_and_then_is_named_and_cleared(launcher: Laun
             (named,) = running.until(r"step (\d+) rank 1 is slow: .* cause compute: (.*)")
         running.until(r"rank 1 is no longer slow \(cause compute\)")
         stop(running)
-    others = re.findall(r"rank \d is slow: .* cause (?:data|runtime|checkpoint|link).*", running.text)
-    assert not others and "nothing is done about it" in named[2], running.text
-    lines = [line for life in read_profiles(out) for line in life.stragglers]
-    assert [(line.slow, line.over) for line in lines if line.slow == 1][:2] == [(1, False), (1, True)]
-    assert lines[0].text in "\n".join(stragglers_of(read_profiles(out)))
+    assert "nothing is done about it" in named[2], running.text
+    # Other work on the machine may make either rank a slow one: what was said of the stopped one counts.
+    lines = [line for life in read_profiles(out) for line in life.stragglers if line.slow == 1]
+    assert {(line.cause, line.over) for line in lines} >= {("compute", False), ("compute", True)}
+    text = next(line.text for line in lines if line.cause == "compute" and not line.over)
+    assert text in "\n".join(stragglers_of(read_profiles(out)))
     with RunDatabase(out) as database:
         database.update()
         rows = database.connection.execute(
             "select rank, text from events where kind = 'straggler'"
         ).fetchall()
-    assert (1, lines[0].text) in rows
+    assert (1, text) in rows
 
 
 def test_a_rank_whose_batches_are_late_is_named_for_its_data(launcher: Launcher) -> None:

@@ -194,14 +194,18 @@ def test_snapshots_lists_verifies_and_drops(
 ) -> None:
     assert command.main(["snapshots", str(launcher.directory)]) == 0
     assert "no state is held of that here" in capsys.readouterr().out
-    holder = killed(launcher, 2, *job(2, "--checkpoint-every", "5"))
+    with started(launcher, *job(2, "--checkpoint-every", "100", "--steps", "600")) as running:
+        step = 50
+        while not (run / SHARDS_NAME).exists():
+            running.until(rf"^step {(step := step + 1)} loss")
+        holder = kill_all_when_held(running, 2, run, step=step + 1)
     assert command.main(["snapshots", str(run), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     (held,) = shown["runs"]
     assert int(held["job"], 16) == holder.job and held["launcher"] == 0
     assert {one["tier"] for one in held["versions"]} == {"memory"} and len(held["versions"]) == 4
     assert all(one["age_s"] is None or one["age_s"] >= 0 for one in held["versions"])
-    assert shown["checkpoints"][0]["state"] == WHOLE and shown["checkpoints"][0]["version"] % 5 == 0
+    assert shown["checkpoints"][0]["state"] == WHOLE and shown["checkpoints"][0]["version"] % 100 == 0
     assert command.main(["snapshots", str(run)]) == 0
     assert "whole" in capsys.readouterr().out
 

@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,10 +183,18 @@ class Watch:
         self.before_test = self.before_session
         # What fixtures of wider scope took on while the current test was set up.
         self.by_fixtures: set[str] = set()
+        self.lasting_things: set[str] = set()
         self.quiet_skips: list[str] = []
         self.left_by_session: list[str] = []
         # In CI: a run that is ended from outside prints no summary.
         self.says_at_once: pytest.TerminalReporter | None = None
+
+    @contextmanager
+    def lasting(self) -> Generator[None]:
+        """What comes meanwhile may stay until the process ends: the runtime of a library."""
+        before = Holdings.now()
+        yield
+        self.lasting_things.update(Holdings.now().since(before))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -241,7 +250,7 @@ class Watch:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.runs_tests:
-            if left := _left_behind(self.before_session, set()):
+            if left := _left_behind(self.before_session, self.lasting_things):
                 self.left_by_session.append(_described(left))
             _end_processes(self.before_session)
         if (told := _worker_output(session.config)) is not None:

@@ -106,6 +106,11 @@ def test_leaks(held):
     pass
 """
 
+LASTING = SESSION_LEAK.replace(
+    "def held():\n    ",
+    "def held(request):\n    with request.config.pluginmanager.get_plugin('zbmd-watch').lasting():\n        ",
+)
+
 SeededRun = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -176,9 +181,10 @@ def test_strict_skips(run_suite: SeededRun, tmp_path: Path, extra: str, strict: 
             ("test_extra0.py::test_quiet: Skipped: not today", "could not import 'zbmd_no_such_package'"),
         ),
         ((SESSION_LEAK,), ("thread ",)),
+        ((LASTING,), ()),
         (("def test_passes(): pass",), ()),
     ],
-    ids=["quiet skips", "left by the session", "nothing"],
+    ids=["quiet skips", "left by the session", "lasting", "nothing"],
 )
 def test_workers_tell_what_fails_the_session(
     run_suite: SeededRun, tmp_path: Path, files: tuple[str, ...], told: tuple[str, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -24,6 +25,16 @@ async def system() -> AsyncIterator[ActorSystem]:
 def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     """The directory in which the jobs of this test are captured."""
     return Captures(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def object_store_runtime(request: pytest.FixtureRequest) -> None:
+    """Start the runtime of obstore: threads and descriptors that last as long as the process."""
+    watch = request.config.pluginmanager.get_plugin("zbmd-watch")
+    assert watch is not None
+    with watch.lasting():
+        memory = pytest.importorskip("obstore.store", reason="obstore is not installed").MemoryStore()
+        importlib.import_module("obstore").put(memory, "started", b"")
 
 
 @pytest.fixture(scope="session")

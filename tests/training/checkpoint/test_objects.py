@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import signal
 import subprocess
@@ -57,15 +56,8 @@ class Server:
 Serve = Callable[[str], Server]
 
 
-@pytest.fixture(scope="session")
-def runtime() -> None:
-    """Start the threads of obstore, which last as long as the process."""
-    memory = importlib.import_module("obstore.store").MemoryStore()
-    importlib.import_module("obstore").put(memory, "started", b"")
-
-
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch, runtime: None) -> Iterator[Serve]:
+def serve(monkeypatch: pytest.MonkeyPatch, object_store_runtime: None) -> Iterator[Serve]:
     started = list[Server]()
 
     def start(mode: str) -> Server:

@@ -77,17 +77,10 @@ async def test_what_is_written_beside_steps_and_kept(tmp_path: Path, monkeypatch
     assert losses_in(waited) == losses_in(beside) and weights_in(waited)[10] == every[10]
 
 
-@pytest.fixture(scope="session")
-def runtime() -> None:
-    """Start the threads of obstore, which last as long as the process."""
-    pytest.importorskip("moto", reason="moto is not installed")
-    memory = pytest.importorskip("obstore.store", reason="obstore is not installed").MemoryStore()
-    importlib.import_module("obstore").put(memory, "started", b"")
-
-
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch, runtime: None) -> Iterator[str]:
+def bucket(monkeypatch: pytest.MonkeyPatch, object_store_runtime: None) -> Iterator[str]:
     """The URL of a folder in an object store."""
+    pytest.importorskip("moto", reason="moto is not installed")
     server = subprocess.Popen(
         [sys.executable, str(PROGRAMS / "training/s3_server.py"), "0", "well"],
         stdin=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 from programs import PROGRAMS
 from support.cluster.cluster_nodes import Nodes
 from support.jobs.two_ranks import MODEL
-from support.processes.polling import pause
+from support.processes import polling
 
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.profiler.announcements import (
@@ -50,6 +51,12 @@ async def asked(address: str, what: str) -> Any:
         return json.loads(text) if what.startswith("api") else text
 
 
+def is_refused(port: int) -> bool:
+    """Whether nobody listens at a port."""
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
 async def until(address: str, what: str, holds: Callable[[Any], Any]) -> Any:
     """Ask until the answer is as it should be."""
     last: object = None
@@ -62,7 +69,7 @@ async def until(address: str, what: str, holds: Callable[[Any], Any]) -> Any:
                         return found
                 except aiohttp.ClientError as error:  # the dashboard is being started again
                     last = error
-                await pause()
+                await polling.pause()
     except TimeoutError:
         pytest.fail(f"{what} never was as expected: {last}")
 
@@ -139,8 +146,7 @@ async def test_nothing_is_left_of_a_launcher_that_is_killed(launcher: Launcher) 
         assert dashboards(running)
         running.process.kill()
     port = int(re.findall(r":(\d+)/", address)[0])
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
+    await polling.until(lambda: is_refused(port))
 
 
 def test_what_cannot_be_served_is_an_error_before_the_start(launcher: Launcher) -> None:

@@ -63,8 +63,8 @@ _NAME_BYTES: Final = 16
 """TCP_CA_NAME_MAX."""
 _MIN_RTT: Final = struct.Struct("=148xI")
 """`tcpi_min_rtt` in Linux's struct tcp_info, us; all ones: none was measured."""
-_SMOOTHED: Final = struct.Struct("=B67xI")
-"""`tcpi_state` and `tcpi_rtt`."""
+_SMOOTHED: Final = struct.Struct("=B67xI84xI")
+"""`tcpi_state`, `tcpi_rtt` and `tcpi_data_segs_out`."""
 ESTABLISHED: Final = 1
 
 
@@ -99,11 +99,14 @@ def min_round_trip_us(sock: socket.socket) -> int:
     return int(rtt_us)
 
 
-def smoothed_round_trip_us(sock: socket.socket) -> int:
-    """Return the kernel's mean round trip of an established TCP connection, us; 0 for any other socket."""
+def smoothed_round_trip(sock: socket.socket) -> tuple[int, int]:
+    """Return the kernel's mean round trip of an established TCP connection, us, and the segments it sent.
+
+    0 and 0 for any other socket. The round trip is as old as the last segment that was acknowledged.
+    """
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SMOOTHED.size)
-    state, smoothed_us = _SMOOTHED.unpack(info) if len(info) == _SMOOTHED.size else (0, 0)
-    return int(smoothed_us) if state == ESTABLISHED else 0
+    state, smoothed_us, segments = _SMOOTHED.unpack(info) if len(info) == _SMOOTHED.size else (0, 0, 0)
+    return (int(smoothed_us), int(segments)) if state == ESTABLISHED else (0, 0)
 
 
 def _name(sock: socket.socket) -> bytes:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.profiler.lines import StepLine
-from zbmd.transport.tcp.sockets import smoothed_round_trip_us
+from zbmd.transport.tcp.sockets import smoothed_round_trip
 
 Sample = npt.NDArray[np.float64]
 """(`SAMPLE_NUMBERS`,)."""
@@ -44,7 +44,7 @@ class Field(IntEnum):
     WAIT = 6
     """For other ranks."""
     ROUND_TRIP = 7
-    """Median over this rank's TCP connections, in us; 0 without one."""
+    """The least of this rank's TCP connections to other hosts, in us; 0 without one."""
     DELAY = 8
     """The training thread could run, and another process or thread had its processor."""
     STEAL = 9
@@ -60,6 +60,8 @@ class Field(IntEnum):
 SAMPLE_NUMBERS: Final = len(Field)
 RATES_EVERY_NS: Final = 250_000_000
 FILES_MAX: Final = 1 << 12
+BUSY_PART: Final = 0.01
+"""A connection is busy that has sent so much of what the busiest one has sent."""
 _READ_BYTES: Final = 1 << 12
 _PHASES: Final = {
     Field.PASSES: ("forward", "backward", "recompute"),
@@ -195,19 +197,25 @@ def _opened_quota(root: Path) -> tuple[int | None, float, bytes]:
 
 
 def _round_trip_us() -> float:
-    """Return the median smoothed round trip of this process's TCP connections to other hosts' ranks."""
-    found: list[int] = []
+    """Return the least smoothed round trip of this process's TCP connections to other hosts; 0 without one.
+
+    Behind a slow cable all of a rank's connections are slow; its peers have faster ones too. Connections that
+    are idle beside others count not: their round trip is that of their handshake.
+    """
+    found: list[tuple[int, int]] = []
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd")[:FILES_MAX]:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    found += _round_trip_of(int(name))
-    return float(np.median(found)) if found else 0.0
+                    found.append(_round_trip_of(int(name)))
+    busy = BUSY_PART * max((segments for _, segments in found), default=0)
+    return float(min((us for us, segments in found if us and segments >= busy), default=0))
 
 
-def _round_trip_of(file: int) -> list[int]:
+def _round_trip_of(file: int) -> tuple[int, int]:
+    """Return the round trip of a connection to another host, and the segments that it has sent; 0 else."""
     with socket.socket(fileno=os.dup(file)) as one:
         if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
-            return []
-        measured = smoothed_round_trip_us(one)
-        return [measured] if measured else []
+            return 0, 0
+        measured = smoothed_round_trip(one)
+        return measured if measured[0] and one.getpeername()[0] != one.getsockname()[0] else (0, 0)

@@ -8,10 +8,12 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from zbmd.training.job.stragglers import samples
 from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS, Field, Sampler
 from zbmd.training.profiler.lines import StepLine
-from zbmd.transport.tcp.sockets import smoothed_round_trip_us
+from zbmd.transport.tcp.sockets import smoothed_round_trip
 
 
 def line(**ns: int) -> StepLine:
@@ -77,15 +79,17 @@ def test_a_kernel_without_counters_gives_zeros(tmp_path: Path) -> None:
     assert [made[field] for field in (Field.DELAY, Field.STEAL, Field.THROTTLED)] == [0, 0, 0]
 
 
-def test_the_round_trip_of_a_connection_is_the_kernels() -> None:
+@pytest.mark.parametrize(("host", "counts"), [("127.0.0.2", True), ("127.0.0.1", False)])
+def test_the_round_trip_of_a_connection_to_another_host_is_the_kernels(host: str, counts: bool) -> None:
     with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as one,
+        socket.create_server((host, 0)) as server,
+        socket.create_connection(server.getsockname(), source_address=("127.0.0.1", 0)) as one,
     ):
         other, _ = server.accept()
         with other:
             one.sendall(b"x")
             assert other.recv(1) == b"x"
-            assert 0 < smoothed_round_trip_us(one) < 10_000_000
-            assert smoothed_round_trip_us(server) == 0
-            assert samples._round_trip_us() > 0
+            round_trip_us, segments = smoothed_round_trip(one)
+            assert 0 < round_trip_us < 10_000_000 and segments == 1
+            assert smoothed_round_trip(server) == (0, 0)
+            assert (samples._round_trip_us() > 0) is counts

@@ -129,7 +129,7 @@ class ClientRegistry:
             case _:
                 assert_never(event)
 
-    def life_of(self, process: str) -> int:
+    def incarnation_of(self, process: str) -> int:
         """Return the incarnation of a registered client, or 0."""
         client = self.linked.get(process)
         return client.incarnation if client is not None and client.enrolled else 0

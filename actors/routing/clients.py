@@ -62,15 +62,15 @@ class ExternalClients(EndNotices):
 
     def enrol(self, route: Route) -> bool:
         """Register a client's address; return whether that incarnation of it is linked with this process."""
-        self._feed(b.Enrolled(process=route.process, incarnation=route.life))
-        if self._book.life_of(route.process) != route.life:
+        self._feed(b.Enrolled(process=route.process, incarnation=route.incarnation))
+        if self._book.incarnation_of(route.process) != route.incarnation:
             return False
         self._routes[route.process] = route
         return True
 
     async def find(self, process: str) -> Route | NoRoute:
         """See `Locator`."""
-        if not self._book.life_of(process):
+        if not self._book.incarnation_of(process):
             return NoRoute(f"{process} has ended, has lost the link to its owner, or does not listen")
         return self._routes[process]
 

@@ -31,7 +31,7 @@ class Route(Contract, id="zbmd.way"):
     """
 
     process: Process
-    life: IncarnationNumber
+    incarnation: IncarnationNumber
     host: Text
     near: Address
     far: Address
@@ -61,7 +61,7 @@ class UntilGone(Contract, id="zbmd.way.until_gone"):
     """Request a reply once this incarnation of the process has left the cluster."""
 
     process: Process
-    life: IncarnationNumber
+    incarnation: IncarnationNumber
 
 
 class Gone(Contract, id="zbmd.way.gone"):

@@ -374,7 +374,7 @@ class Routes(Service):
             self._feed(w.NotFound(process=process, reason=found.reason))
         else:
             self._found[process] = found
-            self._feed(w.ProcessFound(process=process, incarnation=found.life))
+            self._feed(w.ProcessFound(process=process, incarnation=found.incarnation))
             self._found.pop(process, None)
 
     async def _reach_at(self, route: Route) -> None:
@@ -390,7 +390,7 @@ class Routes(Service):
             return
         hello = link.peer.name
         found = name_of_external(hello) or abroad(hello, scope_of_job(link.peer.job))
-        if (found, link.peer.incarnation) != (process, route.life):
+        if (found, link.peer.incarnation) != (process, route.incarnation):
             link.close()
             if self._counts(process):
                 other = f"{found}#{link.peer.incarnation} listens at its address"
@@ -521,7 +521,7 @@ class RoutesActor(Actor):
     async def until_gone(self, message: UntilGone) -> Gone | DeferredReply:
         """See `RouteTable.notify_end`. Each asker is owed one answer for each process it asks about."""
         self._forget_askers_that_are_gone()
-        key = (sender_process(), message.process, message.life)
+        key = (sender_process(), message.process, message.incarnation)
         before = self._waits.pop(key, None)
         if before is not None:
             before[1]()
@@ -535,7 +535,7 @@ class RoutesActor(Actor):
 
         routes = self._owner_of(message.process)
         knows = self._finder if routes is None else routes.clients
-        undo = knows.notify_end(message.process, message.life, tell)
+        undo = knows.notify_end(message.process, message.incarnation, tell)
         if not reasons:
             self._waits[key] = (deferred, undo)
         return deferred

@@ -82,19 +82,19 @@ class CodeKeeper(Service):
         """Spawn the actor that receives the changes of other processes."""
         self._system.watch(await self._system.spawn(CodeActor, self, name=CODE_ACTOR), self._end)
 
-    def has_heard(self, process: str, life: int) -> bool:
+    def has_heard(self, process: str, incarnation: int) -> bool:
         """Return whether this incarnation has reported its changes."""
-        return self._ledger.has_heard(process, life)
+        return self._ledger.has_heard(process, incarnation)
 
     def link_opening(self, process: str, incarnation: int) -> None:
         """A link to a process of the view stands; nothing was sent on it yet."""
         if self._speaks_to(process):
-            self._feed(u.LinkUp(process=process, life=incarnation))
+            self._feed(u.LinkUp(process=process, incarnation=incarnation))
 
     def link_down(self, process: str, incarnation: int) -> None:
         """A link to a process of the view has ended."""
         self._parts.pop(process, None)
-        self._feed(u.LinkDown(process=process, life=incarnation))
+        self._feed(u.LinkDown(process=process, incarnation=incarnation))
 
     def kept(self, change: u.CodeChange) -> None:
         """Note a change that this process took part in and that all keep."""
@@ -106,9 +106,8 @@ class CodeKeeper(Service):
         if message.more and len(changes) <= u.CHANGES_MAX:
             self._parts[process] = changes
             return
-        self._feed(
-            u.ChangesReported(process=process, life=self._system.peers.get(process, 0), changes=changes)
-        )
+        incarnation = self._system.peers.get(process, 0)
+        self._feed(u.ChangesReported(process=process, incarnation=incarnation, changes=changes))
         self._on_heard()
 
     def _end(self, down: Down) -> None:

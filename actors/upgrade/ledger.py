@@ -18,7 +18,7 @@ from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import RemoteProtocolError
 
 CHANGES_MAX: Final = 1024
-"""Changes of code in the life of a view."""
+"""Changes of code that a view may keep."""
 
 ClassId = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
@@ -36,7 +36,7 @@ class LinkUp:
     """A link to a process of the view is up; nothing was sent on it yet."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class LinkDown:
     """A link to a process of the view has ended."""
 
     process: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class ChangesReported:
 
     captured_as: ClassVar[str] = "Heard"
     process: str
-    life: int
+    incarnation: int
     changes: tuple[CodeChange, ...]
 
 
@@ -103,29 +103,29 @@ class CodeLedger:
         self._linked: dict[str, int] = {}
         self._heard: set[tuple[str, int]] = set()
 
-    def has_heard(self, process: str, life: int) -> bool:
+    def has_heard(self, process: str, incarnation: int) -> bool:
         """Return whether this incarnation has reported all that it knew when it was linked."""
-        return (process, life) in self._heard
+        return (process, incarnation) in self._heard
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Handle one event and return the actions. Raises `RemoteProtocolError` for too many changes."""
         del now_ns  # it waits for nothing
         match event:
-            case LinkUp(process=process, life=life):
-                self._linked[process] = life
+            case LinkUp(process=process, incarnation=incarnation):
+                self._linked[process] = incarnation
                 return [
                     TellChanges(process=process, changes=tuple(CodeChange(*c) for c in self.kept.items()))
                 ]
-            case LinkDown(process=process, life=life):
-                self._heard.discard((process, life))
-                if self._linked.get(process) == life:
+            case LinkDown(process=process, incarnation=incarnation):
+                self._heard.discard((process, incarnation))
+                if self._linked.get(process) == incarnation:
                     del self._linked[process]
                 return []
             case KeptHere(change=change):
                 return self._learn((change,), "")
-            case ChangesReported(process=process, life=life, changes=changes):
-                if self._linked.get(process) == life:
-                    self._heard.add((process, life))
+            case ChangesReported(process=process, incarnation=incarnation, changes=changes):
+                if self._linked.get(process) == incarnation:
+                    self._heard.add((process, incarnation))
                 return self._learn(changes, process)
             case _:
                 assert_never(event)
@@ -133,7 +133,7 @@ class CodeLedger:
     def check_invariants(self) -> None:
         """Raise `AssertionError` if a rule that holds between any two events does not."""
         assert len(self.kept) <= CHANGES_MAX
-        assert all(self._linked.get(process) == life for process, life in self._heard)
+        assert all(self._linked.get(process) == incarnation for process, incarnation in self._heard)
 
     def _learn(self, changes: tuple[CodeChange, ...], source: str) -> list[Action]:
         actions: list[Action] = []
@@ -160,7 +160,7 @@ def _build_upgrade_ledger(_: Mapping[str, Any]) -> CodeLedger:
 
 UPGRADE_LEDGER: MachineKind[Event, Action] = register(
     "upgrade-ledger",
-    1,
+    2,
     _build_upgrade_ledger,
     events=Event,
     actions=Action,

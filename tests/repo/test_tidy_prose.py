@@ -108,7 +108,7 @@ def test_a_crowded_folder_is_found() -> None:
         ("def f():\n    '''Returns the rank.'''\n", True),
         ("def f():\n    '''The rank.'''\n", True),
         ("def f():\n    '''What it holds.'''\n", True),
-        ("class C:\n    '''Who asks.'''\n", True),
+        (f"class C:\n    '''{WHO} asks.'''\n", True),
         ("class C:\n    '''Asked by a rank.'''\n    def f(self):\n        '''Waiting for it.'''\n", True),
     ],
 )
@@ -171,4 +171,4 @@ def test_the_command_fails_on_a_planted_phrase(tmp_path: Path) -> None:
     command = [sys.executable, "tools/dev/tidy.py", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert run.stdout.startswith("page.md:1: anew: write ")
+    assert run.stdout.startswith(f"page.md:1: {ANEW}: write ")

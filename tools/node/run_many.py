@@ -290,7 +290,7 @@ class _NodeRun(OneJobNode):
         self._teller = RunTeller(console, lambda: self.jobs.ranks(spec.job))
         self._members: tuple[Node, ...] = ()
         self._compared = self._was_stopped = False
-        founds = config.founds or (plan.bootstrap.role is Role.STORE and config.anew)
+        founds = config.founds or (plan.bootstrap.role is Role.STORE and config.new)
         super().__init__(
             config,
             spec,

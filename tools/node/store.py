@@ -26,7 +26,7 @@ async def with_store(
     The future is done, with the reason, if another cluster was founded while no member of this one reached
     the store. Raises `UserError`, and `EtcdError` if the store cannot be reached.
     """
-    if config.joins or config.anew:
+    if config.joins or config.new:
         raise UserError("--store says whom to join: leave out --join, --token's addresses and --new.")
     if config.listen.port == 0:
         raise UserError("--store lists where this node listens: give --listen a port other than 0.")
@@ -45,7 +45,7 @@ async def with_store(
         )
 
     async with join_addresses.kept(standing):
-        found = replace(config, joins=standing.join_addresses, anew=standing.founds, witness=witness)
+        found = replace(config, joins=standing.join_addresses, new=standing.founds, witness=witness)
         yield found, superseded
 
 

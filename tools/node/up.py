@@ -152,7 +152,7 @@ def node_config(arguments: argparse.Namespace) -> NodeConfig:
         if arguments.listen is None
         else parse_address(arguments.listen),
         joins=tuple(joins),
-        anew=arguments.new,
+        new=arguments.new,
         recovery_budget_ns=parse_recovery_budget(budget) if budget else None,
         cookie=cookie or load_or_create_cookie(),
         settings=tcp_settings(),

@@ -141,12 +141,12 @@ class DescribeSlot(Contract, id="zbmd.training.describe"):
 class SlotDescription(Contract, id="zbmd.training.described"):
     """The state of an actor in a slot.
 
-    `life`: its incarnations, this one included; `failures`: direct calls that failed in all of them; `place`:
-    the device on which it computes; `moves`: how often that has changed.
+    `incarnation`: how many it had, this one included; `failures`: direct calls that failed in all of them;
+    `place`: the device on which it computes; `moves`: how often that has changed.
     """
 
     kind: str
-    life: int
+    incarnation: int
     failures: int
     last_failure: str
     place: str

@@ -154,7 +154,7 @@ class RingReader:
     def park(self) -> bool:
         """Ask to be woken at the next write; False, and not asked, if there are bytes already."""
 
-class Life:
+class LifeThread:
     """A native thread that holds robust futex words of the process's segment: of slots 0 to `slots` - 1, and
     the node's, the last. Raises `LocalProtocolError` on more slots than there are.
     """

@@ -516,7 +516,7 @@ cdef class _Taken(_View):
             self.reader.set_block(self.block, ZBMD_BLOCK_FREE)
 
 
-cdef class Life:
+cdef class LifeThread:
     cdef Mapping mapping
     cdef zbmd_life *life
 

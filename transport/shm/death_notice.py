@@ -1,4 +1,4 @@
-"""Death notice on one host: who holds the words of life, and who watches them (life.h has the mechanism).
+"""Death notice on one host: a life thread holds futex words, which peers watch (life.h has the mechanism).
 
 A notice says that a process's life thread has ended. It is not a fence: other threads of the dead process
 may still be storing, so memory that it could write is reused only once its pidfd or socket confirms the end.
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.memory.segment import PeerSegment, Segment
-from zbmd.transport.native._native import Life, Watch
+from zbmd.transport.native._native import LifeThread as NativeLifeThread
+from zbmd.transport.native._native import Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +32,13 @@ OnDeath = Callable[[int, DeathNotice], None]
 
 
 class LifeThread:
-    """Holds this process's words of life until `goodbye`, or until the process ends in any other way.
+    """Hold this process's futex words until `goodbye`, or until the process ends in any other way.
 
     Start it before the segment is handed to any peer. Raises OSError if no thread can be had.
     """
 
     def __init__(self, segment: Segment) -> None:
-        self._life = Life(segment.mapping, segment.slots)
+        self._life = NativeLifeThread(segment.mapping, segment.slots)
 
     def goodbye(self) -> None:
         """Tell every watcher that this process leaves cleanly. Idempotent."""

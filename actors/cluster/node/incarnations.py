@@ -66,7 +66,7 @@ REJOIN_PAUSE_S_MAX: Final = 5.0
 class NodeConfig:
     """One node. name: what people call it; joins: members to join.
 
-    Without `joins` it goes back to the cluster that it was in when it last ran; if there was none, or `anew`
+    Without `joins` it goes back to the cluster that it was in when it last ran; if there was none, or `new`
     is given, it founds one. founds: it also does so if no member is found behind `joins`; join_ns: how long
     they are tried, None for as long as a view may take. recovery_budget_ns: None for the
     cluster's, or the default; witness: makes each incarnation its own, if the cluster has one; capture: where
@@ -77,7 +77,7 @@ class NodeConfig:
     name: str
     listen: TcpAddress = field(default_factory=lambda: TcpAddress(host="", port=PORT_DEFAULT))
     joins: tuple[TcpAddress, ...] = ()
-    anew: bool = False
+    new: bool = False
     founds: bool = False
     join_ns: int | None = None
     recovery_budget_ns: int | None = None
@@ -232,7 +232,7 @@ class Incarnations:
                 f"*:{config.listen.port} for all."
             )
         remembered = (
-            () if config.joins or config.anew else tuple(map(parse_address, self._state.join_addresses))
+            () if config.joins or config.new else tuple(map(parse_address, self._state.join_addresses))
         )
         join_addresses = list(dict.fromkeys(config.joins or remembered))[:JOIN_ADDRESSES_MAX]
         own = await own_addresses(join_addresses, config.listen, deadlines.dial_ns)

@@ -45,7 +45,8 @@ class Owner:
                 case b.RefuseNotice():
                     raise AssertionError("there are few")
         for process in NAMES:
-            assert self.book.life_of(process) == self.kept.get(process, 0), "what is found is what is kept"
+            kept = self.kept.get(process, 0)
+            assert self.book.incarnation_of(process) == kept, "what is found is what is kept"
             assert self.kept.get(process) in (None, self.links.get(process)), "who is found is linked"
 
     def link(self, process: str) -> None:

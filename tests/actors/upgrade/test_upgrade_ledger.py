@@ -66,17 +66,17 @@ class Processes:
         others = [other for other in self.ledgers if other != place]
         for one, other in [pair for o in others for pair in ((place, o), (o, place))]:
             self.ways[one, other] = deque()
-            self.feed(one, u.LinkUp(process=str(other), life=self.lives[other]))
+            self.feed(one, u.LinkUp(process=str(other), incarnation=self.lives[other]))
 
     def end(self, place: int) -> None:
         del self.ledgers[place]
         for other in self.ledgers:
             del self.ways[place, other], self.ways[other, place]
-            self.feed(other, u.LinkDown(process=str(place), life=self.lives[place]))
+            self.feed(other, u.LinkDown(process=str(place), incarnation=self.lives[place]))
 
     def deliver(self, one: int, other: int) -> None:
         changes = self.ways[one, other].popleft()
-        self.feed(other, u.ChangesReported(process=str(one), life=self.lives[one], changes=changes))
+        self.feed(other, u.ChangesReported(process=str(one), incarnation=self.lives[one], changes=changes))
 
     def change(self) -> None:
         """Some of those who run the last version change, and all of these keep it."""
@@ -156,16 +156,16 @@ def test_planted_bugs_are_found(planted: type[u.CodeLedger]) -> None:
 
 def test_changes_are_bounded_and_the_first_of_two_holds() -> None:
     ledger = u.CodeLedger()
-    ledger.handle(u.LinkUp(process="rank1", life=1), now_ns=0)
+    ledger.handle(u.LinkUp(process="rank1", incarnation=1), now_ns=0)
     changes = tuple(u.CodeChange(f"m:{n}", f"m:{n + 1}") for n in range(u.CHANGES_MAX))
-    ledger.handle(u.ChangesReported(process="rank1", life=1, changes=changes), now_ns=0)
+    ledger.handle(u.ChangesReported(process="rank1", incarnation=1, changes=changes), now_ns=0)
     (clash,) = ledger.handle(
-        u.ChangesReported(process="rank1", life=1, changes=(u.CodeChange("m:0", "m:other"),)), now_ns=0
+        u.ChangesReported(process="rank1", incarnation=1, changes=(u.CodeChange("m:0", "m:other"),)), now_ns=0
     )
     assert isinstance(clash, u.Clash) and clash.known == "m:1"
     with pytest.raises(RemoteProtocolError, match="more than 1024 changes"):
         ledger.handle(
-            u.ChangesReported(process="rank1", life=1, changes=(u.CodeChange("m:a", "m:b"),)), now_ns=0
+            u.ChangesReported(process="rank1", incarnation=1, changes=(u.CodeChange("m:a", "m:b"),)), now_ns=0
         )
 
 

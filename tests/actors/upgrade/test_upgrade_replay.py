@@ -132,15 +132,16 @@ def test_a_ledger_that_hears_of_changes_replays_identical(
     for now_ns in range(60):
         process, clash = rng.choice(("rank1", "rank2")), u.CodeChange("m:0", "m:other")
         told = tuple(rng.sample(changes, rng.randint(0, 3)))
-        kept, life = u.KeptHere(change=rng.choice((*changes, clash))), linked.get(process, 0)
-        choices: list[u.Event] = [kept, u.ChangesReported(process=process, life=life, changes=told)]
-        if life:
-            choices.append(u.LinkDown(process=process, life=life))
+        kept, incarnation = u.KeptHere(change=rng.choice((*changes, clash))), linked.get(process, 0)
+        heard = u.ChangesReported(process=process, incarnation=incarnation, changes=told)
+        choices: list[u.Event] = [kept, heard]
+        if incarnation:
+            choices.append(u.LinkDown(process=process, incarnation=incarnation))
         else:
-            choices.append(u.LinkUp(process=process, life=now_ns + 1))
+            choices.append(u.LinkUp(process=process, incarnation=now_ns + 1))
         event = rng.choice(choices)
         if isinstance(event, u.LinkUp):
-            linked[process] = event.life
+            linked[process] = event.incarnation
         elif isinstance(event, u.LinkDown):
             del linked[process]
         tap.handle(event, now_ns=now_ns)

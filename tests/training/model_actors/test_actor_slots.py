@@ -77,7 +77,7 @@ async def test_a_call_that_fails_is_done_again_by_the_next_life(system: ActorSys
     slot = await seated(system, [ValueError("again"), ValueError("once")])
     assert await asyncio.to_thread(slot.call, Worker.work) == 3
     told = await system.ref("here/worker").ask(DescribeSlot(), reply=SlotDescription, timeout=5)
-    assert (told.kind, told.life, told.failures) == ("Worker", 3, 2)
+    assert (told.kind, told.incarnation, told.failures) == ("Worker", 3, 2)
     assert told.last_failure == "ValueError: again"
     assert await asyncio.to_thread(slot.call, Worker.work) == 3, "what did not fail lives on"
 

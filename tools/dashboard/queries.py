@@ -134,16 +134,34 @@ def by_rank(connection: sqlite3.Connection) -> Answer:
 
 
 def slowest_ops(connection: sqlite3.Connection) -> Answer:
-    """Return the operations that took most time of their own, with launches a step and bandwidth."""
+    """Return the operations that took most time of their own, with launches a step and speeds.
+
+    Of a run whose ops were sampled, these, by pass and shape; of another one, layers and collectives.
+    of_peak: the time that the slower of products and memory takes at its peak, of the time it took.
+    """
+    (sampled,) = connection.execute("SELECT EXISTS (SELECT 1 FROM op_profile WHERE kind = 'op')").fetchone()
+    kind = "op" if sampled else "span"
     rows = connection.execute(
-        "SELECT op, sum(calls), sum(execute_ns) / 1e6, sum(calls) * 1.0 / count(*), "
-        "sum(execute_ns) * 1.0 / (SELECT sum(execute_ns) FROM op_profile), "
-        "CASE WHEN sum(bytes) > 0 THEN sum(bytes) * 1.0 / sum(execute_ns) END "
-        "FROM op_profile GROUP BY op ORDER BY 3 DESC LIMIT ?",
-        (OPS_SHOWN,),
+        "SELECT op, pass, shape, o.dtype, sum(calls), sum(execute_ns) / 1e6, "
+        "sum(calls) * 1.0 / count(*), sum(execute_ns) / 1e6 / count(*), sum(wait_ns) / 1e6 / count(*), "
+        "sum(execute_ns) * 1.0 / (SELECT sum(execute_ns) FROM op_profile WHERE kind = :kind), "
+        "CASE WHEN sum(flops) > 0 THEN sum(flops) * 1.0 / sum(execute_ns) END, "
+        "CASE WHEN sum(bytes) > 0 THEN sum(bytes) * 1.0 / sum(execute_ns) END, "
+        "max(coalesce(sum(flops * 1e9 / peak_flops), 0), coalesce(sum(bytes * 1e9 / peak_bytes), 0)) "
+        "/ sum(execute_ns), count(peak_flops) "
+        "FROM op_profile AS o JOIN incarnations USING (incarnation_id) WHERE kind = :kind "
+        "GROUP BY op, pass, shape, o.dtype ORDER BY 6 DESC LIMIT :most",
+        {"kind": kind, "most": OPS_SHOWN},
     ).fetchall()
-    names = ("op", "calls", "total_ms", "calls_per_step", "share", "gigabytes_per_s")
-    return {"rows": [dict(zip(names, row, strict=True)) for row in rows]}
+    names = (
+        *("op", "pass", "shape", "dtype", "calls", "total_ms", "calls_per_step", "step_ms", "wait_ms"),
+        *("share", "gflops", "gigabytes_per_s", "of_peak", "peaks"),
+    )
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    for row in found:
+        if not row.pop("peaks") or not sampled:
+            row["of_peak"] = None  # never measured; or bytes of messages alone
+    return {"rows": found, "sampled": bool(sampled)}
 
 
 def memory(connection: sqlite3.Connection) -> Answer:

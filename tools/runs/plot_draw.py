@@ -48,11 +48,13 @@ COLORS: Final = {
     "bubble": "#f0c27a",
     "checkpoint": "#9a6fc4",
     "evaluate": "#c79bd9",
+    "sample_gen": "#b0c4a8",
     "digest": "#b56a8c",
     OTHERS: "#7d6f66",
     IDLE: "#dfe3e8",
 }
 SPENT_DARK: Final = {
+    "#b0c4a8": "#8da384",
     "#7aa6ee": "#5c86c9",
     "#2f63c6": "#3d6fcf",
     "#5fb0c9": "#4a93a9",

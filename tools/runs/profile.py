@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from zbmd.tools.cli.options import add_command, add_json
 from zbmd.tools.cli.trace_events import TraceEvents, write_trace_file
-from zbmd.training.autograd._spans import CATEGORIES, TRACK_OPERATION, TRACK_STEP
+from zbmd.training.autograd._spans import CATEGORIES, TRACK_OP, TRACK_OPERATION, TRACK_STEP
 from zbmd.training.profiler.lines import (
     PROFILE_DIRECTORY,
     RankProfile,
@@ -23,7 +24,7 @@ from zbmd.training.profiler.lines import (
     read_profiles,
     summary_of,
 )
-from zbmd.training.profiler.peak import MachineDescription, known_peak, peak_of, this_machine
+from zbmd.training.profiler.peak import MachineDescription, known_peak, known_stream, peak_of, this_machine
 from zbmd.training.profiler.ring import RECORDS_MAX, GroupLine, Records, Spans, read_ring
 from zbmd.transport.clock.offsets import Delay, Offset, offset_between, offsets_from_first
 from zbmd.transport.errors import UserError
@@ -34,7 +35,8 @@ from zbmd.transport.errors import UserError
 # anywhere before the last member has entered it.
 
 STEP_TRACK: Final = 0
-FIRST_GROUP_TRACK: Final = 1
+OPS_TRACK: Final = 1
+FIRST_GROUP_TRACK: Final = 2
 ALL_WAIT: Final = frozenset(
     {
         "all_gather",
@@ -177,6 +179,8 @@ class _Rank:
         host = f" on {run.host}{right if clock.error_ns != 0 else ''}"
         self._events.process(self._pid, f"rank {run.rank}{life}{host} (pid {run.pid})")
         self._events.thread(self._pid, STEP_TRACK, "steps")
+        if (self._spans.records["track"] == TRACK_OP).any():
+            self._events.thread(self._pid, OPS_TRACK, "ops of sampled steps")
         for number, group in enumerate(self._spans.groups):
             about = f"group {group.channel} of epoch {group.epoch}, ranks {list(group.members)}"
             self._events.thread(self._pid, FIRST_GROUP_TRACK + number, about)
@@ -200,9 +204,14 @@ class _Rank:
                 title = name if unit < 0 else f"{name} {self._units[unit]}"
                 told = {"step": step, "own_us": amount / 1e3}
                 self._events.slice(self._pid, STEP_TRACK, title, begin_us, end_us, category=name, told=told)
+                continue
+            operations = self._spans.operations
+            title = operations[category] if category < len(operations) else "operation"
+            if track == TRACK_OP:
+                of_unit = self._units[unit] if 0 <= unit < len(self._units) else ""
+                told = {"step": step, "own_us": amount / 1e3, "unit": of_unit}
+                self._events.slice(self._pid, OPS_TRACK, title, begin_us, end_us, category="op", told=told)
             else:
-                operations = self._spans.operations
-                title = operations[category] if category < len(operations) else "operation"
                 track_of_group, told = FIRST_GROUP_TRACK + group, {"step": step, "bytes": amount}
                 title = f"{title} #{sequence}"
                 self._events.slice(
@@ -214,6 +223,8 @@ TRACE_NAME: Final = "trace.json"
 RANKS_SHOWN: Final = 8
 """Of more ranks the table has the sums alone."""
 STRAGGLERS_SHOWN: Final = 20
+OPS_SHOWN: Final = 10
+OP_WIDTH: Final = 52
 GIGA: Final = 1e9
 MIB: Final = 1 << 20
 
@@ -267,9 +278,10 @@ def _profile(arguments: argparse.Namespace) -> int:
     summary = summary_of(lives, peak_here)
     if arguments.json:
         slow = [msgspec.to_builtins(line) for life in lives for line in life.stragglers]
-        print(msgspec.json.encode({**as_json(summary), "stragglers": slow}).decode())
+        ops = [asdict(one) for one in op_shares(lives)]
+        print(msgspec.json.encode({**as_json(summary), "ops": ops, "stragglers": slow}).decode())
     else:
-        print("\n".join([*table_of(summary), *stragglers_of(lives)]))
+        print("\n".join([*table_of(summary), *slowest_ops(lives), *stragglers_of(lives)]))
     return 0
 
 
@@ -313,6 +325,99 @@ def table_of(summary: Summary) -> list[str]:
         lines.append(_row(name, f"{_per_step_ms(summary) * share:.2f}", f"{share:.1%}", *own))
     told = [*_overlap_lines(summary), *_held_lines(summary), *_utilisation_lines(summary)]
     return [*lines, "", *told, "", *_unit_lines(summary)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpShare:
+    """An op of equal shapes in a pass, over the sampled steps of all ranks; times in ms a step.
+
+    share: of the time of all ops. of_peak: the time that it takes where products and memory have their
+    peaks, whichever takes longer, of the time that it took; None if these are not known.
+    """
+
+    op: str
+    which: str
+    shape: str
+    dtype: str
+    launches: float
+    ms: float
+    wait_ms: float
+    share: float
+    gflops: float
+    gigabytes_per_s: float
+    of_peak: float | None
+
+
+def op_shares(lives: Sequence[RankProfile]) -> list[OpShare]:
+    """Return the ops of sampled steps, the slowest first; none, if no step was sampled."""
+    sums: dict[tuple[str, str, str, str], np.ndarray] = {}
+    steps = 0
+    for life in lives:
+        steps += len(life.ops)
+        flops_per_s, bytes_per_s = _peaks_of(life) if life.ops else (None, None)
+        for row in (row for line in life.ops for row in line.ops):
+            ideal_ns = math.nan
+            if flops_per_s and bytes_per_s:
+                ideal_ns = 1e9 * max(row.flops / flops_per_s, row.nbytes / bytes_per_s)
+            numbers = (row.calls, row.execute_ns, row.wait_ns, row.nbytes, row.flops, ideal_ns)
+            key = (row.op, row.which, row.shape, row.dtype)
+            sums[key] = sums.get(key, np.zeros(len(numbers))) + numbers
+    whole_ns = sum(float(one[1]) for one in sums.values())
+    shares = [_op_share(key, one.tolist(), steps, whole_ns) for key, one in sums.items()]
+    return sorted(shares, key=lambda share: -share.ms)
+
+
+def _op_share(
+    key: tuple[str, str, str, str], numbers: Sequence[float], steps: int, whole_ns: float
+) -> OpShare:
+    calls, execute_ns, wait_ns, nbytes, flops, ideal_ns = numbers
+    op, which, shape, dtype = key
+    took_ns = max(1.0, execute_ns)
+    return OpShare(
+        op=op,
+        which=which,
+        shape=shape,
+        dtype=dtype,
+        launches=calls / steps,
+        ms=execute_ns / steps / 1e6,
+        wait_ms=wait_ns / steps / 1e6,
+        share=execute_ns / max(1.0, whole_ns),
+        gflops=flops / took_ns,
+        gigabytes_per_s=nbytes / took_ns,
+        of_peak=None if math.isnan(ideal_ns) else ideal_ns / took_ns,
+    )
+
+
+def _peaks_of(life: RankProfile) -> tuple[float | None, float | None]:
+    """Return the FLOPs and the bytes a second of a rank's share of its machine."""
+    run = life.run
+    if run.peak is not None and run.stream is not None:
+        return run.peak, run.stream
+    together = peak_here(run.machine)
+    stream = known_stream(run.machine)
+    of_rank = (None if each is None else each / run.ranks_on_host for each in (together, stream))
+    flops_per_s, bytes_per_s = of_rank
+    return flops_per_s, bytes_per_s
+
+
+def slowest_ops(lives: Sequence[RankProfile]) -> list[str]:
+    """The lines of the table on the slowest ops; none, if no step was sampled."""
+    every = op_shares(lives)
+    if not every:
+        return []
+    columns = ("ms a step", "share", "launches", "wait ms", "GFLOP/s", "GB/s", "of peak")
+    lines = [f"{'slowest ops':<{OP_WIDTH}}" + "".join(f"{cell:>11}" for cell in columns)]
+    for one in every[:OPS_SHOWN]:
+        name = f"{one.op} {one.which} {one.shape} {one.dtype}".strip()
+        cells = (
+            *(f"{one.ms:.2f}", f"{one.share:.1%}", f"{one.launches:.1f}", f"{one.wait_ms:.2f}"),
+            f"{one.gflops:.1f}" if one.gflops else "-",
+            f"{one.gigabytes_per_s:.1f}",
+            "-" if one.of_peak is None else f"{one.of_peak:.1%}",
+        )
+        lines.append(f"{name:<{OP_WIDTH}}" + "".join(f"{cell:>11}" for cell in cells))
+    samples = sum(len(life.ops) for life in lives)
+    return ["", *lines, f"(mean of {samples} sampled steps of ranks)"]
 
 
 def stragglers_of(lives: Sequence[RankProfile]) -> list[str]:

@@ -19,7 +19,7 @@ import msgspec
 
 from zbmd.tools.telemetry.schema import PHASES, SUMMED_COLUMNS, open_database
 from zbmd.tools.telemetry.tail import Lines, Position, new_lines
-from zbmd.training.autograd._spans import CATEGORIES, TRACK_STEP
+from zbmd.training.autograd._spans import CATEGORIES, TRACK_OP, TRACK_STEP
 from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.profiler.lines import (
     LINE_BYTES_MAX,
@@ -27,6 +27,7 @@ from zbmd.training.profiler.lines import (
     PROFILE_DIRECTORY,
     VERSION,
     CutLine,
+    OpsLine,
     RunLine,
     StepLine,
     StragglerLine,
@@ -40,6 +41,7 @@ from zbmd.transport.errors import UserError
 STEP_ROWS_MAX: Final = 2_000_000
 """Rows of `step_timing`; the oldest are added up in `step_history` then, a quarter at a time."""
 TIMELINE_ROWS_MAX: Final = 2_000_000
+OP_ROWS_MAX: Final = 2_000_000
 HISTORY_STEPS: Final = 100
 """Steps that a row of `step_history` is of."""
 
@@ -57,6 +59,15 @@ def insert(table: str, columns: Iterable[str], *, or_else: str = "IGNORE") -> st
 _ADD_STEP: Final = insert("step_timing", _STEP_COLUMNS)
 _ADD_EVENT: Final = insert(
     "events", ("identity", "at_ns", "kind", "rank", "incarnation", "step", "duration_ns", "text")
+)
+
+_ADD_OP: Final = insert(
+    "op_profile",
+    (
+        *("incarnation_id", "step", "rank", "kind", "op", "pass", "shape", "dtype"),
+        *("calls", "execute_ns", "wait_ns", "bytes", "flops"),
+    ),
+    or_else="REPLACE",
 )
 
 _PUT_USER_METRIC: Final = insert(
@@ -205,6 +216,10 @@ class RunDatabase:
                     self._recovered(here, line)
                 case CutLine() if here is not None:
                     self._cut(here, line)
+                case OpsLine() if here is not None:
+                    key = (here.number, line.step, here.rank, "op")
+                    rows = [(*key, *msgspec.structs.astuple(one)) for one in line.ops]
+                    self.connection.executemany(_ADD_OP, rows)
                 case StragglerLine() if here is not None:
                     kind, slow = (
                         "straggler_over" if line.over else "straggler",
@@ -252,8 +267,9 @@ class RunDatabase:
         of_machine = (machine.processor, machine.dtype, machine.threads)
         self.connection.execute(
             "INSERT OR IGNORE INTO incarnations (rank, incarnation, pid, began_ns, host, boot_id, "
-            "clock_shift_ns, processor, dtype, threads, peak_flops) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*key, line.host, line.boot_id, shift_ns, *of_machine, line.peak),
+            "clock_shift_ns, processor, dtype, threads, peak_flops, peak_bytes) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*key, line.host, line.boot_id, shift_ns, *of_machine, line.peak, line.stream),
         )
         (number,) = self.connection.execute(
             "SELECT incarnation_id FROM incarnations "
@@ -360,7 +376,9 @@ class RunDatabase:
         sums: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
         for row, own_ns in _timeline_rows(spans, records, number, shift_ns):
             timeline.append(row)
-            _, _, step, _, name, _, _, _, nbytes = row
+            _, _, step, _, name, category, _, _, nbytes = row
+            if category == "op":
+                continue  # its lines have more
             one = sums[step, name]
             one[0], one[1], one[2] = one[0] + 1, one[1] + own_ns, one[2] + (nbytes or 0)
         with self._transaction():
@@ -368,7 +386,8 @@ class RunDatabase:
                 "INSERT INTO gpu_timeline VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", timeline
             )
             self.connection.executemany(
-                "INSERT INTO op_profile VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                "INSERT INTO op_profile (incarnation_id, step, op, rank, calls, execute_ns, bytes) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
                 "calls = calls + excluded.calls, execute_ns = execute_ns + excluded.execute_ns, "
                 "bytes = bytes + excluded.bytes",
                 [(number, step, name, run.rank, *one) for (step, name), one in sums.items()],
@@ -392,6 +411,12 @@ class RunDatabase:
                     "(SELECT rowid FROM gpu_timeline ORDER BY begin_ns LIMIT ?)",
                     (spans - self._timeline_rows_max * 3 // 4,),
                 )
+        (ops,) = self.connection.execute("SELECT count(*) FROM op_profile").fetchone()
+        if ops > OP_ROWS_MAX:
+            (before,) = self.connection.execute(
+                "SELECT step FROM op_profile ORDER BY step LIMIT 1 OFFSET ?", (ops - OP_ROWS_MAX * 3 // 4,)
+            ).fetchone()
+            self.connection.execute("DELETE FROM op_profile WHERE step < ?", (before,))
 
     def _add_up(self, rows: int) -> None:
         """Move the steps before the one that the `rows`-th oldest row is of to `step_history`."""
@@ -467,8 +492,9 @@ def _timeline_rows(spans: Spans, records: Any, number: int, shift_ns: int) -> It
             kind, where, nbytes, own_ns = CATEGORIES[category], "step", None, amount
             name = kind if unit < 0 or unit >= len(units) else f"{kind} {units[unit]}"
         else:
-            kind, nbytes, own_ns = "operation", amount, duration_ns
-            name = spans.operations[category] if category < len(spans.operations) else "operation"
-            where = f"group {spans.groups[group].channel}"
+            is_op = track == TRACK_OP
+            kind, where = ("op", "ops") if is_op else ("operation", f"group {spans.groups[group].channel}")
+            nbytes, own_ns = (None, amount) if is_op else (amount, duration_ns)
+            name = spans.operations[category] if category < len(spans.operations) else kind
         place = (number, spans.run.rank, step, where, name, kind)
         yield (*place, begin_ns + shift_ns, duration_ns, nbytes), own_ns

@@ -15,7 +15,7 @@ from zbmd.training.profiler.lines import IDLE
 from zbmd.transport.errors import UserError
 
 DATABASE_NAME: Final = "run.db"
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """`PRAGMA user_version`."""
 APPLICATION_ID: Final = 0x7A626D64
 """`PRAGMA application_id`: "zbmd"."""
@@ -53,6 +53,7 @@ CREATE TABLE incarnations (  -- one row for each process that was a rank
     dtype TEXT NOT NULL,
     threads INTEGER NOT NULL,
     peak_flops REAL,  -- FLOPs a second of this rank's share of its machine; NULL: never measured
+    peak_bytes REAL,  -- bytes a second that its share of the machine's memory reads and writes; as above
     UNIQUE (rank, incarnation, pid, began_ns)
 )""",
     "step_timing": f"""
@@ -77,7 +78,7 @@ CREATE TABLE step_history (  -- sums over steps that are too many to be kept one
     PRIMARY KEY (incarnation_id, first_step)
 ) WITHOUT ROWID""",
     "op_profile": """
-CREATE TABLE op_profile (  -- collectives, and what a layer did, by step: sums over its calls
+CREATE TABLE op_profile (  -- sums over the calls of a step
     incarnation_id INTEGER NOT NULL REFERENCES incarnations,
     step INTEGER NOT NULL,
     op TEXT NOT NULL,
@@ -85,7 +86,13 @@ CREATE TABLE op_profile (  -- collectives, and what a layer did, by step: sums o
     calls INTEGER NOT NULL,
     execute_ns INTEGER NOT NULL,  -- without what is nested in it
     bytes INTEGER NOT NULL,
-    PRIMARY KEY (incarnation_id, step, op)
+    kind TEXT NOT NULL DEFAULT 'span',  -- span: layers and collectives of all steps; op: of sampled ones
+    pass TEXT NOT NULL DEFAULT '',  -- of an op: forward, backward, work or collective
+    shape TEXT NOT NULL DEFAULT '',  -- of an op's result and parameters
+    dtype TEXT NOT NULL DEFAULT '',
+    wait_ns INTEGER NOT NULL DEFAULT 0,  -- of a collective, until all members had come
+    flops INTEGER NOT NULL DEFAULT 0,  -- of matrix products
+    PRIMARY KEY (incarnation_id, step, kind, op, pass, shape, dtype)
 ) WITHOUT ROWID""",
     "gpu_timeline": """
 CREATE TABLE gpu_timeline (  -- spans of a rank's steps and operations, on whatever device they ran
@@ -145,11 +152,14 @@ CREATE TABLE sources (  -- the files that were read, and how far
 ) WITHOUT ROWID""",
 }
 _SUMS: Final = ", ".join(SUMMED_COLUMNS)
-VIEWS_AND_INDEXES: Final = (
-    # All steps of all ranks, one by one as long as they are kept so.
+# All steps of all ranks, one by one as long as they are kept so.
+_STEP_SUMS: Final = (
     "CREATE VIEW step_sums AS SELECT incarnation_id, rank, step AS first_step, 1 AS steps, begin_ns, "
     f"{_SUMS}, activation_bytes FROM step_timing UNION ALL SELECT incarnation_id, rank, first_step, steps, "
-    f"begin_ns, {_SUMS}, NULL FROM step_history",
+    f"begin_ns, {_SUMS}, NULL FROM step_history"
+)
+VIEWS_AND_INDEXES: Final = (
+    _STEP_SUMS,
     "CREATE INDEX step_timing_begin ON step_timing (begin_ns)",
     "CREATE INDEX step_timing_step ON step_timing (step)",
     "CREATE INDEX gpu_timeline_begin ON gpu_timeline (begin_ns)",
@@ -171,9 +181,7 @@ def open_database(directory: Path) -> sqlite3.Connection:
         connection = _connect(":memory:")
     except sqlite3.DatabaseError as error:
         raise UserError(f"{path} is no database of a run ({error}): remove it; it is made again.") from None
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == SCHEMA_VERSION - 1:
-        version = _add_user_metrics(connection)
+    version = _brought_up(connection)
     if version != SCHEMA_VERSION:
         connection.close()
         raise UserError(
@@ -183,16 +191,32 @@ def open_database(directory: Path) -> sqlite3.Connection:
     return connection
 
 
-def _add_user_metrics(connection: sqlite3.Connection) -> int:
-    """Make a file of version 1 one of version 2; return its version."""
+def _brought_up(connection: sqlite3.Connection) -> int:
+    """Add to a file of an earlier version what it has not; return its version."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if not 1 <= version < SCHEMA_VERSION:
+        return int(version)
     connection.execute("BEGIN IMMEDIATE")  # another process may do the same
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == SCHEMA_VERSION - 1:
+    if version < 2:
         connection.execute(TABLES["user_metrics"])
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        version = SCHEMA_VERSION
+    if version < 3:
+        for statement in (
+            "ALTER TABLE op_profile RENAME TO op_profile_2",
+            TABLES["op_profile"],
+            "INSERT INTO op_profile (incarnation_id, step, op, rank, calls, execute_ns, bytes) "
+            "SELECT incarnation_id, step, op, rank, calls, execute_ns, bytes FROM op_profile_2",
+            "DROP TABLE op_profile_2",
+            "ALTER TABLE incarnations ADD COLUMN peak_bytes REAL",
+            "DROP VIEW step_sums",
+            "ALTER TABLE step_timing ADD COLUMN sample_gen_ns INTEGER NOT NULL DEFAULT 0",
+            "ALTER TABLE step_history ADD COLUMN sample_gen_ns INTEGER NOT NULL DEFAULT 0",
+            _STEP_SUMS,
+        ):
+            connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
-    return int(version)
+    return SCHEMA_VERSION
 
 
 def _connect(name: str) -> sqlite3.Connection:

@@ -61,6 +61,7 @@ PREFIX: Final = "ZBMD_TRAIN_"
 DATA_VARIABLE: Final = "ZBMD_DATA"
 """What `--data` of a launcher sets."""
 RUNS_MAX: Final = 10_000
+OPS_EVERY_MAX: Final = 1_000_000_000
 SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
 ValueT = TypeVar("ValueT")
 
@@ -92,6 +93,16 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 def _precision(text: str) -> str:
     return _one_of(*PRECISIONS)(SHORT_PRECISIONS.get(text, text))
+
+
+def _ops_every(text: str) -> int:
+    """Return the steps from one whose ops are profiled to the next; 0 for `off`."""
+    number = text.removeprefix("every=")
+    if text == "off" or number == "0":
+        return 0
+    if not number.isdecimal() or not 0 < int(number[:10]) <= OPS_EVERY_MAX:
+        raise UserError(f"expected off or every=N, N up to {OPS_EVERY_MAX:,}, got {text!r}")
+    return int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +210,7 @@ SETTINGS: Final = (
     RecipeSetting("overwrite", "run", _switch, False, "remove the files of a run that has ended in --out"),
     RecipeSetting("offload", "run", Path, None, "folder of files with the ranks' states, not in memory"),
     RecipeSetting("evaluate_every", "run", _WHOLE, _OPTIONS.evaluate_every, "steps; 0: at the end"),
+    RecipeSetting("sample_every", "run", _WHOLE, 0, "steps after which the model writes a text; 0: never"),
     RecipeSetting("evaluate_windows", "run", _WHOLE, _OPTIONS.evaluate_windows, "held-out sequences"),
     RecipeSetting(
         "checkpoint_every",
@@ -211,6 +223,7 @@ SETTINGS: Final = (
     RecipeSetting("keep_checkpoints", "run", _WHOLE, _OPTIONS.keep_checkpoints, "the last so many stay"),
     RecipeSetting("keep_every", "run", _WHOLE, 0, "steps; checkpoints of these stay for ever; 0: of none"),
     RecipeSetting("checkpoint_codec", "run", _one_of("none", "zstd"), "none", "none or zstd"),
+    RecipeSetting("profile_ops", "run", _ops_every, 0, "profile each op of every N-th step: every=N or off"),
     RecipeSetting("tensorboard", "run", _switch, False, "write event files for TensorBoard: on or off"),
 )
 

@@ -13,6 +13,7 @@ UNITS_MAX: Final[int]
 GROUPS_MAX: Final[int]
 TRACK_STEP: Final[int]
 TRACK_OPERATION: Final[int]
+TRACK_OP: Final[int]
 
 EndedStep = tuple[
     int,
@@ -37,7 +38,7 @@ class SpanRecorder:
 
     units: int
     names: list[str]
-    """The operations that records of groups have named so far, by number."""
+    """The operations and ops that records have named so far, by number."""
     groups: int
 
     def __init__(self, buffer: object, units: int) -> None: ...
@@ -47,6 +48,8 @@ class SpanRecorder:
         """The spans of the thread that enters it are recorded here, while it is in it."""
     def add(self, category: int, begin_ns: int, end_ns: int) -> None:
         """A span of another thread, while none is open; what lies before the last one's end is cut off."""
+    def op(self, name: str, unit: int, begin_ns: int, end_ns: int, own_ns: int) -> None:
+        """Record a call of an op of `unit` (-1: none), on a track of its own: it counts for no category."""
     def follow(self, ring: FlightRing) -> int:
         """Take along the operations of a group from now on; its number here, -1 if there were too many."""
     def forget(self, group: int) -> None:
@@ -88,3 +91,4 @@ BUBBLE: Final[Span]
 CHECKPOINT: Final[Span]
 EVALUATE: Final[Span]
 DIGEST: Final[Span]
+SAMPLE_GEN: Final[Span]

@@ -34,7 +34,8 @@ cdef enum:
     C_CHECKPOINT = 9
     C_EVALUATE = 10
     C_DIGEST = 11
-    CATEGORIES_COUNT = 12
+    C_SAMPLE_GEN = 12
+    CATEGORIES_COUNT = 13
     NESTED_MAX = 32
     INTERVALS_MAX = 8192     # of a kind, in a step; behind them its overlap is not known
     UNITS_LIMIT = 2048
@@ -42,16 +43,18 @@ cdef enum:
     NAMES_LIMIT = 255
     T_STEP = 0
     T_OPERATION = 1
+    T_OP = 2
 
 CATEGORIES = (
     "forward", "backward", "recompute", "optimizer", "grad_clip", "data", "host_device", "comm", "bubble",
-    "checkpoint", "evaluate", "digest",
+    "checkpoint", "evaluate", "digest", "sample_gen",
 )
 PER_UNIT = (C_FORWARD, C_BACKWARD, C_RECOMPUTE)
 UNITS_MAX = UNITS_LIMIT
 GROUPS_MAX = GROUPS_LIMIT
 TRACK_STEP = T_STEP
 TRACK_OPERATION = T_OPERATION
+TRACK_OP = T_OP
 
 cdef struct Record:          # as `zbmd.training.profiler.files` reads it
     uint64_t begin_ns
@@ -61,7 +64,7 @@ cdef struct Record:          # as `zbmd.training.profiler.files` reads it
     uint32_t sequence        # of an operation, in its group
     int16_t unit             # -1: none
     uint16_t group
-    uint8_t category         # of an operation: which of the recorder's names
+    uint8_t category         # of an operation or an op: which of the recorder's names
     uint8_t track
     uint8_t depth
     uint8_t spare
@@ -302,11 +305,17 @@ cdef class SpanRecorder:
     cdef int name_of(self, dict known, FlightRing ring, int call) except -1:
         name = known.get(call)
         if name is None:
-            operation = ring.names[call][0]
-            if operation not in self.names and len(self.names) < NAMES_LIMIT:
-                self.names.append(operation)
-            name = known[call] = self.names.index(operation) if operation in self.names else NAMES_LIMIT
+            name = known[call] = self.number_of(ring.names[call][0])
         return name
+
+    cdef int number_of(self, str operation) except -1:
+        if operation not in self.names and len(self.names) < NAMES_LIMIT:
+            self.names.append(operation)
+        return self.names.index(operation) if operation in self.names else NAMES_LIMIT
+
+    def op(self, str name not None, int unit, uint64_t begin_ns, uint64_t end_ns, uint64_t own_ns):
+        if self.running:
+            self.write(T_OP, begin_ns, end_ns, own_ns, self.number_of(name), unit)
 
     # ---- steps
 
@@ -429,3 +438,4 @@ BUBBLE = Span(C_BUBBLE)
 CHECKPOINT = Span(C_CHECKPOINT)
 EVALUATE = Span(C_EVALUATE)
 DIGEST = Span(C_DIGEST)
+SAMPLE_GEN = Span(C_SAMPLE_GEN)

@@ -14,6 +14,7 @@ otherwise. Categories are exclusive: time in an inner span does not count for th
  CHECKPOINT          what a step waits for while state is written
  EVALUATE            held-out text; forward passes there do not count as FORWARD
  DIGEST              the digest of the new state that a vote carries
+ SAMPLE_GEN          text that the model writes during the training
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from zbmd.training.autograd._spans import (
     GRAD_CLIP,
     OPTIMIZER,
     RECOMPUTE,
+    SAMPLE_GEN,
     TRANSFER,
     Span,
 )
@@ -46,6 +48,7 @@ __all__ = [
     "GRAD_CLIP",
     "OPTIMIZER",
     "RECOMPUTE",
+    "SAMPLE_GEN",
     "TRANSFER",
     "Span",
 ]

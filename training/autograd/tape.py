@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, is_narrow, widened
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, ProbePoint, active_probe
+from zbmd.training.autograd.op_watch import OpWatch, active_watch
 from zbmd.transport.errors import LocalProtocolError
 
 Backward = Callable[[Array], None]
@@ -155,6 +157,11 @@ class Tape:
         "xp",
     )
 
+    def __new__(cls, *_: Any, **__: Any) -> Tape:
+        """Make the tape a `WatchedTape` in a step whose ops are sampled."""
+        is_watched = cls is Tape and active_watch() is not None
+        return object.__new__(WatchedTape if is_watched else cls)
+
     def __init__(self, xp: ModuleType, *, recording: bool = True) -> None:
         self.xp = xp
         self.recording = recording
@@ -279,3 +286,29 @@ class Tape:
             found, node.grad = node.grad, None
             if found is not None:
                 backward(found)
+
+
+class WatchedTape(Tape):
+    """A tape that reports its ops to the watch that is on when it is made."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, xp: ModuleType, *, recording: bool = True) -> None:
+        super().__init__(xp, recording=recording)
+        watch = active_watch()
+        assert watch is not None, "made by Tape.__new__ alone"
+        self._watch: OpWatch = watch
+        watch.begin()
+
+    def unit(self, number: int) -> AbstractContextManager[None]:
+        """See `Tape`."""
+        entered = super().unit(number)
+        self._watch.begin()
+        return entered
+
+    def record(self, data: Array, backward: Backward, *parameters: Parameter) -> Tensor:
+        """See `Tape`."""
+        rule = self._watch.computed(self.unit_running, data, backward, parameters)
+        output = super().record(data, rule, *parameters)
+        self._watch.begin()
+        return output

@@ -25,6 +25,7 @@ from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.op_watch import watched
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.index import KEEP, Retention
 from zbmd.training.checkpoint.pace import Every
@@ -409,7 +410,7 @@ class _OwnTrainer(OrderedSteps):
         new = self._state_in(1 - self.slot)
         gradient = _named(self._grads, self._total)
         update = partial(self._task.update, self.state, new, gradient, self.step)
-        with spans.OPTIMIZER:
+        with spans.OPTIMIZER, watched("update", self._total):
             update() if self._actors is None else self._actors.update(update)
         self.slot = 1 - self.slot
 

@@ -395,7 +395,8 @@ class Job(Generic[ResultT]):
                 self._begin_step(profiler, trainer)
                 self._ask(keeper, trainer.step + 1)
                 keeper.begin_step()
-                trainer.run_step(keeper)
+                with profiler.operations():
+                    trainer.run_step(keeper)
                 self._slow.stepped(groups, trainer, profiler)
                 profiler.held(trainer.held_most)
                 agreed = keeper.agreed
@@ -420,8 +421,7 @@ class Job(Generic[ResultT]):
         return JobEnd(result)
 
     def _begin_step(self, profiler: Profiler, trainer: Trainer) -> None:
-        line = profiler.begin_step(trainer.step + 1)
-        self._tell(profiler, line)
+        self._tell(profiler, line := profiler.begin_step(trainer.step + 1))
         self._slow.begin_step(trainer, line)
 
     def _ask(self, keeper: Redundancy, step: int) -> None:
@@ -465,6 +465,7 @@ class Job(Generic[ResultT]):
         save, is_last, is_saved = bool(asked & (Wish.SAVE | Wish.STOP)), version == self._task.steps, False
         if is_last or (every > 0 and version % every == 0):
             self._evaluate(trainer)
+        self._task.reached(trainer, is_first=self._is_lowest())
         if options.checkpoints:
             waits = save or is_last
             with spans.CHECKPOINT:

@@ -238,6 +238,9 @@ class Task(Protocol, Generic[ResultT_co]):
         """Return the profiler of the run."""
         ...
 
+    def reached(self, trainer: Trainer, *, is_first: bool) -> None:
+        """* All ranks have come to the trainer's step, again after a loss."""
+
     def finish(
         self, trainer: Trainer, last: StepResult | None, held_out_loss: float, *, is_first: bool
     ) -> ResultT_co | None:

@@ -182,6 +182,11 @@ class AdamWState:
     mean: Array
     square: Array
 
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Return all three."""
+        return self.weights, self.mean, self.square
+
     @classmethod
     def of(cls, flat: Array, size: int, arrays: int) -> AdamWState:
         """Return views of the first `arrays` of `ARRAYS`, of `size` elements each, consecutive in `flat`."""

@@ -50,7 +50,8 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True, tag="run", tag_field="k
 
     `monotonic_ns`, `unix_ns`: CLOCK_MONOTONIC and CLOCK_REALTIME at the same moment. `process_ns`: when the
     process began, 0 if unknown; CLOCK_MONOTONIC. `boot_id`: processes with equal ones share their clock.
-    `peak`: FLOPs a second of this rank's share of its machine, None if it has not been measured.
+    `peak`, `stream`: FLOPs a second, and bytes a second of memory, of this rank's share of its machine; None
+    if they have not been measured.
     """
 
     version: Count
@@ -67,6 +68,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True, tag="run", tag_field="k
     machine: MachineDescription
     peak: Annotated[float, msgspec.Meta(gt=0.0)] | None
     units: Annotated[tuple[UnitLine, ...], msgspec.Meta(max_length=2048)]
+    stream: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +153,36 @@ class StragglerLine(msgspec.Struct, frozen=True, kw_only=True, tag="straggler", 
     over: bool = False
 
 
-Line = RunLine | StepLine | CutLine | StragglerLine
+OPS_MAX: Final = 512
+"""Rows of a sampled step."""
+
+
+class OpRow(msgspec.Struct, frozen=True, array_like=True):
+    """All calls of an op with equal shapes in one pass of a step: see `zbmd.training.profiler.operations`.
+
+    execute_ns: of its own; wait_ns: of a collective, until all members had come. nbytes: of the arrays that
+    it takes and gives, each once. flops: of matrix products.
+    """
+
+    op: Name
+    which: Name
+    shape: Name
+    dtype: Name
+    calls: Count
+    execute_ns: Count
+    wait_ns: Count
+    nbytes: Count
+    flops: Count
+
+
+class OpsLine(msgspec.Struct, frozen=True, kw_only=True, tag="ops", tag_field="kind"):
+    """The ops and collectives of a sampled step, those that took longest first."""
+
+    step: Count
+    ops: Annotated[tuple[OpRow, ...], msgspec.Meta(max_length=OPS_MAX)]
+
+
+Line = RunLine | StepLine | CutLine | StragglerLine | OpsLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +193,7 @@ class RankProfile:
     steps: tuple[StepLine, ...]
     cuts: tuple[CutLine, ...] = ()
     stragglers: tuple[StragglerLine, ...] = ()
+    ops: tuple[OpsLine, ...] = ()
 
 
 LINE_DECODER: Final[msgspec.json.Decoder[Line]] = msgspec.json.Decoder(Line)
@@ -207,14 +239,14 @@ def _read(path: Path) -> Iterable[Line]:
 
 def _lives(lines: Iterable[Line], path: Path) -> Iterable[RankProfile]:
     run: RunLine | None = None
-    steps, cuts, slow = list[StepLine](), list[CutLine](), list[StragglerLine]()
+    steps, cuts, slow, ops = list[StepLine](), list[CutLine](), list[StragglerLine](), list[OpsLine]()
     for line in lines:
         if isinstance(line, RunLine):
             if line.version != VERSION:
                 raise UserError(f"{path} has format {line.version}; this version reads format {VERSION}.")
             if run is not None and line != run:
-                yield RankProfile(run, tuple(steps), tuple(cuts), tuple(slow))
-                steps, cuts, slow = [], [], []
+                yield RankProfile(run, tuple(steps), tuple(cuts), tuple(slow), tuple(ops))
+                steps, cuts, slow, ops = [], [], [], []
             run = line
         elif run is None:
             continue  # its line was damaged
@@ -222,12 +254,14 @@ def _lives(lines: Iterable[Line], path: Path) -> Iterable[RankProfile]:
             cuts.append(line)
         elif isinstance(line, StragglerLine):
             slow.append(line)
+        elif isinstance(line, OpsLine):
+            ops.append(line)
         else:
             if line.end_ns < line.begin_ns or sum(line.ns.values()) != line.wall_ns:
                 raise UserError(f"{path}: the times of step {line.step} do not add up: delete the file.")
             steps.append(line)
     if run is not None:
-        yield RankProfile(run, tuple(steps), tuple(cuts), tuple(slow))
+        yield RankProfile(run, tuple(steps), tuple(cuts), tuple(slow), tuple(ops))
 
 
 WARM_UP_STEPS = 1

@@ -1,4 +1,5 @@
-"""Measure once how many floating-point operations a second this machine does in matrix products.
+"""Measure once how many floating-point operations a second this machine does in matrix products, and how many
+bytes a second it copies.
 
 The measurement uses the machine as a job does: as many processes at once as there are ranks and processors
 for, each with its BLAS threads. Products are timed by the processor time that they take, and the best one of
@@ -28,6 +29,9 @@ from zbmd.transport.host.files import UserFiles, user_directory, write_atomicall
 ORDER: Final = 1024
 """Rows and columns of the matrices: 12 MiB in float32, and their product reaches the peak."""
 MEASURE_S: Final = 1.0
+STREAM_BYTES: Final = 64 << 20
+"""Larger than the caches of most processors."""
+STREAM_S: Final = 0.3
 TIMEOUT_S: Final = 120.0
 FILE_BYTES_MAX: Final = 1 << 20
 PEAKS_MAX: Final = 256
@@ -51,10 +55,11 @@ class MachineDescription(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs a second of all processes together."""
+    """FLOPs a second of all processes together, and bytes a second that they read and write in a copy."""
 
     machine: MachineDescription
     flops_per_s: Annotated[float, msgspec.Meta(gt=0.0)]
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
 
 
 def this_machine(
@@ -80,7 +85,18 @@ def this_machine(
 def known_peak(machine: MachineDescription) -> float | None:
     """Return the cached FLOPs a second of `machine`; None if it was not measured or the cache is
     unreadable."""
-    return next((peak.flops_per_s for peak in _cached() if peak.machine == machine), None)
+    found = _known(machine)
+    return None if found is None else found.flops_per_s
+
+
+def known_stream(machine: MachineDescription) -> float | None:
+    """Return the cached bytes a second of `machine`; None as of `known_peak`."""
+    found = _known(machine)
+    return None if found is None else found.bytes_per_s
+
+
+def _known(machine: MachineDescription) -> Peak | None:
+    return next((peak for peak in _cached() if peak.machine == machine), None)
 
 
 def peak_of(machine: MachineDescription) -> float:
@@ -88,12 +104,12 @@ def peak_of(machine: MachineDescription) -> float:
 
     Raises `UserError` if it cannot be measured.
     """
-    known = known_peak(machine)
-    if known is not None:
-        return known
-    found = measured(machine)
+    known = _known(machine)
+    if known is not None and known.bytes_per_s is not None:
+        return known.flops_per_s
+    found, stream = measured(machine)
     kept = [peak for peak in _cached() if peak.machine != machine]
-    kept = [*kept[1 - PEAKS_MAX :], Peak(machine=machine, flops_per_s=found)]
+    kept = [*kept[1 - PEAKS_MAX :], Peak(machine=machine, flops_per_s=found, bytes_per_s=stream)]
     path = cache_path()
     if path is not None:
         with contextlib.suppress(UserError):  # a home that cannot be written: it is measured again
@@ -101,8 +117,10 @@ def peak_of(machine: MachineDescription) -> float:
     return found
 
 
-def measured(machine: MachineDescription) -> float:
-    """Measure in separate processes, because BLAS fixes its number of threads when it is loaded."""
+def measured(machine: MachineDescription) -> tuple[float, float]:
+    """Measure FLOPs and bytes a second, in separate processes: BLAS fixes its number of threads when it is
+    loaded.
+    """
     environ = dict(os.environ) | {name: str(machine.threads) for name in THREADS_VARIABLES}
     command = [sys.executable, "-m", "zbmd.training.profiler.peak", machine.dtype, str(machine.threads)]
     started: list[subprocess.Popen[bytes]] = []
@@ -123,12 +141,12 @@ def measured(machine: MachineDescription) -> float:
                     pipe.close()
 
 
-def _together(processes: Sequence[subprocess.Popen[bytes]]) -> float:
+def _together(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[float, float]:
     """Start all once all are warm, and add up their results."""
     watch = threading.Timer(TIMEOUT_S, _kill, (processes,))
     watch.start()
     try:
-        total = 0.0
+        flops = stream = 0.0
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()  # it is warm
@@ -138,8 +156,9 @@ def _together(processes: Sequence[subprocess.Popen[bytes]]) -> float:
             process.stdin.flush()
         for process in processes:
             assert process.stdout is not None
-            total += float(process.stdout.readline())
-        return total
+            one, other = process.stdout.readline().split()
+            flops, stream = flops + float(one), stream + float(other)
+        return flops, stream
     finally:
         watch.cancel()
 
@@ -202,7 +221,7 @@ def _threads(environ: Mapping[str, str], processors: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one of the processes: warm up, report it, wait for a line, and print FLOPs a second."""
+    """Run one of the processes: warm up, report it, wait for a line, and print FLOPs and bytes a second."""
     parser = argparse.ArgumentParser(prog="python -m zbmd.training.profiler.peak", description=__doc__)
     parser.add_argument("dtype", choices=DTYPES)
     parser.add_argument("threads", type=int)
@@ -210,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = np.dtype(given.dtype)
     a = np.linspace(-1.0, 1.0, ORDER * ORDER, dtype=dtype).reshape(ORDER, ORDER)
     out = np.empty_like(a)
+    source, target = np.ones(STREAM_BYTES, np.uint8), np.zeros(STREAM_BYTES, np.uint8)
     for _ in range(3):
         np.matmul(a, a, out=out)
     print("warm", flush=True)
@@ -220,7 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         np.matmul(a, a, out=out)
         took_s = (time.process_time() - began_s) / given.threads
         best = max(best, 2.0 * ORDER**3 / max(took_s, 1e-9))
-    print(best, flush=True)
+    stream, until_s = 0.0, time.monotonic() + STREAM_S
+    while stream == 0.0 or time.monotonic() < until_s:
+        began_s = time.thread_time()
+        np.copyto(target, source)
+        stream = max(stream, 2.0 * STREAM_BYTES / max(time.thread_time() - began_s, 1e-9))
+    print(best, stream, flush=True)
     return 0
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,6 +22,7 @@ from zbmd.actors.cluster.local_deaths import boot_id, started
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd._spans import CATEGORIES, PER_UNIT, SpanRecorder
+from zbmd.training.autograd.op_watch import watching
 from zbmd.training.autograd.spans import Span
 from zbmd.training.model.gpt import GPT
 from zbmd.training.profiler import metrics
@@ -33,6 +34,7 @@ from zbmd.training.profiler.lines import (
     CutLine,
     Death,
     Line,
+    OpsLine,
     Overlap,
     RunLine,
     StepLine,
@@ -41,7 +43,8 @@ from zbmd.training.profiler.lines import (
     lines_path,
     old_path,
 )
-from zbmd.training.profiler.peak import known_peak, this_machine
+from zbmd.training.profiler.operations import OpSampler
+from zbmd.training.profiler.peak import known_peak, known_stream, this_machine
 from zbmd.training.profiler.ring import (
     RING_BYTES,
     GroupLine,
@@ -108,6 +111,7 @@ def unit_flops(model: GPT, *, sequences: int, length: int) -> tuple[UnitFlops, .
     return tuple(made)
 
 
+_NO_WATCH: Final = nullcontext()
 log: Final = structlog.stdlib.get_logger("zbmd.training.profiler")
 
 VARIABLE: Final = "ZBMD_PROFILE"
@@ -116,10 +120,11 @@ VARIABLE: Final = "ZBMD_PROFILE"
 class Profiler:
     """Profiles the rank of `run` into `directory`/profile; without files if `directory` is None.
 
-    For one thread at a time: the one that is in `recording()`, and others between its spans.
+    For one thread at a time: the one that is in `recording()`, and others between its spans. ops_every: the
+    ops of each so-many-th step are sampled; 0: of none.
     """
 
-    def __init__(self, directory: Path | None, run: RunLine) -> None:
+    def __init__(self, directory: Path | None, run: RunLine, *, ops_every: int = 0) -> None:
         self.run = run
         self.last: StepLine | None = None
         """The step that ended last."""
@@ -136,6 +141,9 @@ class Profiler:
         buffer = bytearray(RING_BYTES) if self._file is None else self._file.ring
         self._recorder = SpanRecorder(buffer, len(run.units))
         self._named = 0
+        self._ops_every = ops_every if directory is not None else 0
+        self._sampler = OpSampler(self._recorder)
+        self._samples = False
 
     def _open(self, directory: Path) -> None:
         self._path = lines_path(directory, self.run.rank, self.run.incarnation)
@@ -171,7 +179,15 @@ class Profiler:
 
     def begin_step(self, step: int) -> StepLine | None:
         """Begin step `step`; return the line of the step that this ends, if any."""
-        return self._take(self._recorder.begin_step(step))
+        line = self._take(self._recorder.begin_step(step))
+        if self._ops_every and step % self._ops_every == 0:
+            self._samples = True
+            self._sampler.start([group.communicator.flight.ring for _, group in self._followed.values()])
+        return line
+
+    def operations(self) -> AbstractContextManager[None]:
+        """Enter the result around the computation of a step; its ops are watched if the step is sampled."""
+        return watching(self._sampler) if self._samples else _NO_WATCH
 
     def end_step(self) -> StepLine | None:
         """End the step without beginning another; return its line."""
@@ -225,6 +241,9 @@ class Profiler:
         line = step_line(ended, self.run.units, self._held)
         self._held, self.last = None, line
         self._put(line)
+        if self._samples:
+            self._samples = False
+            self._put(OpsLine(step=line.step, ops=self._sampler.rows()))
         if self._file is not None:
             for name in self._recorder.names[self._named :]:
                 self._file.put(OperationLine(name=name))
@@ -304,11 +323,12 @@ def open_profiler(
     *,
     sequences: int,
     dtype: str = "float32",
+    ops_every: int = 0,
     environ: Mapping[str, str] | None = None,
 ) -> Profiler:
     """Return the profiler of this rank, whose passes are of `model` over `sequences` of its context's length.
 
-    None: no model whose operations are known.
+    None: no model whose operations are known. ops_every: see `Profiler`.
 
     Raises `UserError` for a ZBMD_PROFILE that is neither on nor off.
     """
@@ -319,7 +339,7 @@ def open_profiler(
     launched = RankEnvironment.read(environ)
     ranks_on_host = 1 if launched is None else launched.ranks_per_host
     machine = this_machine(parallel=ranks_on_host, dtype=dtype, environ=environ)
-    peak = known_peak(machine)
+    peak, stream = known_peak(machine), known_stream(machine)
     run = RunLine(
         version=VERSION,
         rank=0 if launched is None else launched.rank,
@@ -335,8 +355,9 @@ def open_profiler(
         machine=machine,
         peak=None if peak is None else peak / ranks_on_host,
         units=() if model is None else _unit_lines(model, sequences),
+        stream=None if stream is None else stream / ranks_on_host,
     )
-    return Profiler(directory if wanted == "on" else None, run)
+    return Profiler(directory if wanted == "on" else None, run, ops_every=ops_every)
 
 
 def _unit_lines(model: GPT, sequences: int) -> tuple[UnitLine, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.actors.view import RANKS_MAX
-from zbmd.training.autograd._spans import CATEGORIES, RECORD_BYTES, TRACK_OPERATION, TRACK_STEP
+from zbmd.training.autograd._spans import CATEGORIES, RECORD_BYTES, TRACK_OP, TRACK_OPERATION, TRACK_STEP
 from zbmd.training.profiler.lines import PROFILE_DIRECTORY, Count, Name, Rank, RunLine
 from zbmd.transport.errors import UserError
 
@@ -183,7 +183,7 @@ def _records(data: bytes, path: str, run: RunLine, groups: int, operations: int)
         place = written % RECORDS_MAX
         found = np.concatenate([ring[place + 1 :], ring[:place]])
     is_step, is_operation = found["track"] == TRACK_STEP, found["track"] == TRACK_OPERATION
-    good = is_step | is_operation
+    good = is_step | is_operation | (found["track"] == TRACK_OP)
     good &= found["begin_ns"] <= found["end_ns"]
     good &= found["end_ns"] < 1 << 63
     good &= (found["unit"] >= -1) & (found["unit"] < max(1, len(run.units)))

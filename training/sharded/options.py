@@ -45,6 +45,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     for files with the ranks' states. `actors`: whether supervised actors compute; `plain`: whether one
     process computes, without any of the stack. `threads`: of
     BLAS in each rank; the bits depend on it. `on_straggler`: what is done about a slow rank.
+    `profile_ops`: the ops of each so-many-th step are profiled; 0: of none. `sample_every`: the model writes
+    a text each so-many-th step; 0: none.
     """
 
     out: Path
@@ -81,6 +83,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensorboard: bool = False
     redundancy: str = "auto"
     on_straggler: str = OnStraggler.WARN.value
+    profile_ops: int = 0
+    sample_every: int = 0
 
     def __post_init__(self) -> None:
         if not self.zero and f"{SHARDED_AXIS}=" in self.mesh:
@@ -159,6 +163,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
         require_every(self.checkpoint_every, "--checkpoint-every")
         if self.evaluate_every < 0:
             raise UserError(f"evaluate_every is {self.evaluate_every}: it must be 0 or more.")
+        if self.sample_every < 0:
+            raise UserError(f"sample_every is {self.sample_every}: it must be 0 or more.")
         if not 1 <= self.threads <= THREADS_MAX:
             raise UserError(f"--threads: expected 1 to {THREADS_MAX}, got {self.threads}")
         if self.evaluate_windows < 1:

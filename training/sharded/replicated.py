@@ -16,6 +16,7 @@ from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe
+from zbmd.training.autograd.op_watch import watched
 from zbmd.training.checkpoint.sharded import Piece, SavedState, share_of
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.step_order import Computed
@@ -306,7 +307,7 @@ class ReplicatedTrainer(MeshTrainer):
     def _norm(self) -> float:
         """The norm of the whole gradient; raises `TrainingDiverged`, on all ranks if on one."""
         groups = self.groups
-        with spans.GRAD_CLIP:
+        with spans.GRAD_CLIP, watched("global_norm", self._total):
             return mesh_norm(self._total, self.own, pipeline=groups.pipeline, tensor=groups.tensor)
 
     def _named(self, error: TrainingDiverged) -> TrainingDiverged:
@@ -326,16 +327,17 @@ class ReplicatedTrainer(MeshTrainer):
     def _update(self, made: Computed) -> None:
         config, target = self.recipe.config, 1 - self.slot
         self._ready(self.slots[target])
+        old, new = self.state, self._state_in(target)
         update = partial(
             self._optimizer.update,
-            self.state,
-            self._state_in(target),
+            old,
+            new,
             self._total,
             step=self.step,
             learning_rate=self.recipe.learning_rate(self.step),
             grad_scale=clip_scale(made.norm, limit=config.clip_norm) / made.loss_scale,
         )
-        with spans.OPTIMIZER:
+        with spans.OPTIMIZER, watched("update", *old.arrays, *new.arrays, self._total):
             update() if self._actors is None else self._actors.update(update)
         self._scale.after(finite=True).write(self._scale_room(target))
         self._optimizer.paging.wrote(self._scale_room(target))

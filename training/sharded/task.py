@@ -13,6 +13,7 @@ import numpy as np
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.config import GPTConfig
@@ -34,6 +35,7 @@ from zbmd.training.run.journal import report_result
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.redundancy import code_of, redundancy_of
 from zbmd.training.sharded.replicated import ReplicatedTrainer
+from zbmd.training.sharded.samples import write_sample
 from zbmd.training.sharded.stage_of_view import RingRoom
 from zbmd.training.sharded.stages import SLOTS, elements_most, measured_costs, shard_layouts, state_elements
 from zbmd.training.sharded.trainer import MeshTrainer
@@ -277,7 +279,20 @@ class EngineTask(Task[TrainResult]):
         """See `Task`."""
         sequences = self._options.training.sequences_per_shard
         dtype = computing_dtype(storage_dtype(self._options.precision)).name
-        return open_profiler(out, GPT(self._config), sequences=sequences, dtype=dtype)
+        every = self._options.profile_ops
+        return open_profiler(out, GPT(self._config), sequences=sequences, dtype=dtype, ops_every=every)
+
+    def reached(self, trainer: Trainer, *, is_first: bool) -> None:
+        """Have the first rank write a sample, if it is due; the others wait for it."""
+        every, step = self._options.sample_every, trainer.step
+        if not every or step % every:
+            return
+        assert isinstance(trainer, MeshTrainer), "another task's trainer"
+        with spans.SAMPLE_GEN:
+            weights = trainer.weights()
+            if is_first:
+                write_sample(self._options.out, self._config, weights, step=step, seed=self.seed)
+            trainer.groups.world.blocking.barrier()
 
     def finish(
         self, trainer: Trainer, last: StepResult | None, held_out_loss: float, *, is_first: bool

@@ -25,6 +25,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, active_probe
+from zbmd.training.autograd.op_watch import watched
 from zbmd.training.autograd.tape import Tensor
 from zbmd.training.checkpoint.sharded import Piece, SavedState, share_of, shared_out
 from zbmd.training.job.mesh import DATA_AXIS, MeshGroups
@@ -377,7 +378,7 @@ class ZeroTrainer(MeshTrainer):
         self._begun.wait()
         lengths = self._norms.lengths
         mine = np.zeros(max(lengths))
-        with spans.GRAD_CLIP:
+        with spans.GRAD_CLIP, watched("global_norm", *self.own.gradients):
             pieces = self._norms.pieces(self.groups.world.rank, self.own.gradients)
         mine[: len(pieces)] = pieces
         self._busy_ns = 0 if self._stage is None else self._stage.passes.busy_ns

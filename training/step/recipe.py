@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.op_watch import watched
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import GradReady
 from zbmd.training.config import TrainingConfig
@@ -118,7 +119,7 @@ class Recipe:
     def norm(self, grads: Array, *, step: int) -> float:
         """Return the norm of a summed gradient. Raises `TrainingDiverged` if it is not finite."""
         try:
-            with spans.GRAD_CLIP:
+            with spans.GRAD_CLIP, watched("global_norm", grads):
                 return global_norm(grads, xp=self.model.xp)
         except TrainingDiverged as error:
             raise self.diverged(error, grads, step=step) from None
@@ -139,7 +140,7 @@ class Recipe:
         loss_scale: float = 1.0,
     ) -> None:
         """Write to `new` the state after `step`, of gradient `grads / loss_scale`, clipped by its `norm`."""
-        with spans.OPTIMIZER:
+        with spans.OPTIMIZER, watched("update", *old.arrays, *new.arrays, grads):
             self._optimizer.update(
                 old,
                 new,

@@ -20,6 +20,7 @@ import numpy as np
 
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, ProbePoint, active_probe
+from zbmd.training.autograd.op_watch import watched
 from zbmd.training.autograd.parameter_layout import ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.checkpoint.sharded import Piece, SavedState
 from zbmd.training.model.gpt import GPT, Batch
@@ -504,14 +505,16 @@ class ZeroRank:
             old, new = (state_in(self._state_in(slot), run.in_shard) for slot in (self.slot, target))
             for ahead in self._runs[number + 1 : number + 2]:
                 self._paging.bring_in(state_in(self._state_in(self.slot), ahead.in_shard))
-            run.optimizer.update(
-                old,
-                new,
-                self._grad_parts[run.unit][run.at],
-                step=step,
-                learning_rate=learning_rate,
-                grad_scale=grad_scale,
-            )
+            grads = self._grad_parts[run.unit][run.at]
+            with watched("update", *old.arrays, *new.arrays, grads):
+                run.optimizer.update(
+                    old,
+                    new,
+                    grads,
+                    step=step,
+                    learning_rate=learning_rate,
+                    grad_scale=grad_scale,
+                )
             self._parts[run.unit][run.at] = new.weights
             self._paging.let_go(old, new)
 

@@ -16,6 +16,8 @@ from zbmd.transport import kill_points as faults
 MODEL = ("--context", "8", "--width", "16", "--heads", "2", "--layers", "1")
 SIZES = (*MODEL, "--shards", "4", "--sequences-per-shard", "2", "--warmup", "2", "--steps", "6")
 
+SAMPLED = ("--profile-ops", "every=2", "--sample-every", "3")
+
 
 async def run(arguments: Sequence[str], *, fault: str = "", on_loss: OnLoss = OnLoss.STOP) -> None:
     lines = Lines()
@@ -32,8 +34,8 @@ async def run(arguments: Sequence[str], *, fault: str = "", on_loss: OnLoss = On
 
 
 def killed_run(directory: Path) -> Path:
-    """The directory of a run of which rank 1 was killed in step 3, of six."""
+    """The directory of a run of which rank 1 was killed in step 3, of six, and ops of even ones sampled."""
     data = write_text(directory / "text")
-    arguments = ("--data", str(data), *SIZES, "--out", str(directory / "run"))
+    arguments = ("--data", str(data), *SIZES, "--out", str(directory / "run"), *SAMPLED)
     asyncio.run(run(arguments, fault="rank1#1:mirror.prepared:3", on_loss=OnLoss.REPLACE))
     return directory / "run"

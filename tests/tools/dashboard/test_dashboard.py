@@ -81,10 +81,14 @@ def test_answers_of_a_real_run(killed: Path) -> None:
         and set(spans["rank"]) == {0, 1}
     )
     assert min(spans["begin_ms"]) == 0
+    assert found["slowest_ops"]["sampled"]
     ops = found["slowest_ops"]["rows"]
     assert len(ops) == 10 and sum(row["share"] for row in ops) <= 1
-    assert any(row["op"].startswith("forward") for row in ops)
-    assert all(row["gigabytes_per_s"] is None for row in ops if row["op"].startswith(("forward", "backward")))
+    assert {row["pass"] for row in ops} <= {"forward", "backward", "work", "collective"}
+    assert all(row["shape"] and row["calls_per_step"] >= 1 for row in ops)
+    linear = "SELECT op FROM op_profile WHERE kind = 'op' AND flops > 0"
+    with RunDatabase(killed) as database:
+        assert ("linear",) in database.connection.execute(linear).fetchall()
 
 
 # ---- the server
@@ -227,7 +231,8 @@ async def test_each_page_of_a_run(killed: Path, tmp_path: Path) -> None:
             "Communication and bubble",
             "all_reduce_shards",
             "rank 1 steps",
-            "GB/s",
+            "rank 1 ops",
+            "GFLOP/s",
         ),
         "cluster": ("the latest process of each", "ended"),
         "logs": ("rank 0 began on", "goes on"),

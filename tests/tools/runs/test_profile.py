@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.jobs.two_ranks import SIZES, run
+from support.jobs.two_ranks import SAMPLED, SIZES, run
 
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
@@ -71,9 +71,17 @@ def flops_of(lives: Sequence[RankProfile], step: int) -> int:
     return sum(line.flops for life in lives for line in life.steps if line.step == step)
 
 
+def ops_are_of(lives: Sequence[RankProfile], step: int) -> set[str]:
+    """The names of a step's ops, whose FLOPs are those of its passes."""
+    rows = [row for life in lives for line in life.ops if line.step == step for row in line.ops]
+    computed = [line.hardware_flops for life in lives for line in life.steps if line.step == step]
+    assert sum(row.flops for row in rows) == sum(computed) > 0
+    return {row.op for row in rows}
+
+
 async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    arguments = (*SIZES, "--data", data, "--out", str(out), "--evaluate-every", "3")
+    arguments = (*SIZES, "--data", data, "--out", str(out), "--evaluate-every", "3", *SAMPLED)
     await run(arguments, fault="rank1#1:mirror.prepared:3", on_loss=OnLoss.REPLACE)
     lives = read_profiles(out)
     assert [(life.run.rank, life.run.incarnation) for life in lives] == [(0, 1), (1, 1), (1, 2)]
@@ -97,6 +105,8 @@ async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.Captu
     assert {"step 5", "forward blocks.0", "backward head", "optimizer", "comm", "evaluate"} <= named(
         events, 0
     )
+    assert {"linear forward", "causal_attention backward", "update work", "sample_gen"} <= named(events, 0)
+    assert {"linear", "rms_norm", "update", "all_reduce_shards"} <= ops_are_of(lives, 4)
     assert any(name.startswith("all_reduce_shards #") for name in named(events, 0))
     found = table([out], capsys)
     assert {"forward", "backward", "comm", "checkpoint", "idle"} <= found["share"].keys()
@@ -106,7 +116,9 @@ async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.Captu
         "head",
     ]
     assert cli.main(["profile", str(out)]) == 0
-    assert "MFU" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "MFU" in told and "slowest ops" in told and told.count("%") > 30
+    assert all(row["of_peak"] > 0 for row in found["ops"] if row["op"] == "linear")
     (times,) = read_runs([out])
     assert [loss.ranks for loss in times.failures] == [(1,)] and times.failures[0].began_again_ns
     for rank, costs in enumerate(({Cause.REPAIR, Cause.DETECTION}, {Cause.RESTART})):
@@ -119,7 +131,7 @@ async def test_a_run_with_a_kill(data: str, tmp_path: Path, capsys: pytest.Captu
 
 
 async def test_zero(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), "--zero", "3")
+    arguments = (*SIZES, "--data", data, "--out", str(tmp_path / "run"), "--zero", "3", *SAMPLED)
     await run(arguments)
     lives = read_profiles(tmp_path / "run")
     each = sum(unit.forward + unit.backward for unit in lives[0].run.units)
@@ -127,6 +139,7 @@ async def test_zero(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     events = checked_trace([tmp_path / "run"], capsys)
     assert {"forward blocks.0", "backward blocks.0", "optimizer", "grad_clip"} <= named(events, 1)
     assert any(name.startswith("all_gather #") for name in named(events, 1))
+    assert {"linear", "update", "global_norm", "all_gather"} <= ops_are_of(lives, 4)
     assert table([tmp_path / "run"], capsys)["overlap"]["under_way_ns"] > 0
 
 

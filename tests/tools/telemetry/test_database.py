@@ -23,6 +23,7 @@ from zbmd.tools.telemetry.schema import DATABASE_NAME, PHASE_COLUMNS, TABLES
 from zbmd.tools.telemetry.tail import Position, new_lines
 from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.profiler.lines import CutLine, Death, lines_path, old_path, read_profiles
+from zbmd.training.sharded.samples import SAMPLES_NAME, read_samples
 from zbmd.transport.errors import UserError
 
 
@@ -60,11 +61,26 @@ def test_a_run_with_a_kill(killed: Path) -> None:
         (took,) = one(database, "SELECT duration_ns FROM events WHERE kind = 'recovered'")
         assert isinstance(took, int) and took > 0
         assert one(database, "SELECT count(*), max(step) FROM metrics WHERE name = 'loss'") == (6, 6)
-        assert one(database, "SELECT count(*) > 0 FROM op_profile WHERE op LIKE 'all_%' AND bytes > 0") == (
-            1,
+        for kind in ("span", "op"):
+            asked = "SELECT count(*) > 0 FROM op_profile WHERE op LIKE 'all_%' AND bytes > 0 AND kind = ?"
+            assert one(database, asked, kind) == (1,)
+        ops = {(line.step, row.op) for profile in profiles for line in profile.ops for row in line.ops}
+        rows = database.connection.execute("SELECT DISTINCT step, op FROM op_profile WHERE kind = 'op'")
+        assert set(rows.fetchall()) == ops
+        assert {step for step, _ in ops} >= {2, 4, 6}
+        assert {"linear", "causal_attention", "update", "global_norm"} <= {op for _, op in ops}
+        assert one(database, "SELECT sum(flops) FROM op_profile WHERE step = 4") == one(
+            database, "SELECT sum(hardware_flops) FROM step_timing WHERE step = 4"
         )
+        assert one(database, "SELECT count(*) FROM gpu_timeline WHERE track = 'ops'")[0] != 0
+        assert one(database, "SELECT count(*) FROM step_timing WHERE sample_gen_ns > 0")[0] != 0
         beside = "SELECT count(*) FROM gpu_timeline WHERE duration_ns < 0 OR begin_ns < ?"
         assert one(database, beside, profiles[0].run.unix_ns - 60 * S) == (0,)
+
+
+def test_the_model_has_written_texts(killed: Path) -> None:
+    assert [one.step for one in read_samples(killed / SAMPLES_NAME)] == [3, 6]
+    assert all(one.text for one in read_samples(killed / SAMPLES_NAME))
 
 
 def test_the_database_follows_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -153,13 +153,42 @@ def test_a_damaged_file_is_left_out_and_a_value_that_is_not_finite_shows_nothing
         assert database.connection.execute("SELECT sum(damaged_lines) FROM sources").fetchone() == (1,)
 
 
-def test_a_database_of_the_version_before_is_added_to(tmp_path: Path) -> None:
-    with RunDatabase(tmp_path):
-        pass
+OPS_OF_VERSION_2 = (
+    "CREATE TABLE op_profile (incarnation_id INTEGER NOT NULL, step INTEGER NOT NULL, op TEXT NOT NULL, "
+    "rank INTEGER NOT NULL, calls INTEGER NOT NULL, execute_ns INTEGER NOT NULL, bytes INTEGER NOT NULL, "
+    "PRIMARY KEY (incarnation_id, step, op)) WITHOUT ROWID"
+)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_database_of_an_earlier_version_is_added_to(tmp_path: Path, version: int) -> None:
+    with RunDatabase(tmp_path) as new:
+        wanted = shape_of(new.connection)
     with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
-        connection.execute("DROP TABLE user_metrics")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+        for statement in (
+            "DROP TABLE op_profile",
+            OPS_OF_VERSION_2,
+            "INSERT INTO op_profile VALUES (1, 2, 'comm', 0, 3, 4, 5)",
+            "ALTER TABLE incarnations DROP COLUMN peak_bytes",
+            "DROP VIEW step_sums",
+            "ALTER TABLE step_timing DROP COLUMN sample_gen_ns",
+            "ALTER TABLE step_history DROP COLUMN sample_gen_ns",
+            "CREATE VIEW step_sums AS SELECT step FROM step_timing",
+            *(["DROP TABLE user_metrics"] if version == 1 else []),
+            f"PRAGMA user_version = {version}",
+        ):
+            connection.execute(statement)
     connection.close()
     with RunDatabase(tmp_path) as database:
-        assert database.connection.execute("SELECT count(*) FROM user_metrics").fetchone() == (0,)
+        assert shape_of(database.connection) == wanted
         assert database.connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+        found = database.connection.execute(
+            "SELECT kind, op, calls, execute_ns, bytes, flops FROM op_profile"
+        )
+        assert found.fetchall() == [("span", "comm", 3, 4, 5, 0)]
+
+
+def shape_of(connection: sqlite3.Connection) -> dict[str, set[str]]:
+    """The columns of each table and view."""
+    names = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
+    return {name: {row[1] for row in connection.execute(f"PRAGMA table_info({name})")} for (name,) in names}

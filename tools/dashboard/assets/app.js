@@ -9,7 +9,7 @@ const state = document.getElementById("state");
 const COLORS = {
   forward: "#2f63c6", backward: "#5b8def", recompute: "#8fb1f5", optimizer: "#3a9d8f", grad_clip: "#7ec4a5",
   data: "#8c7a4f", host_device: "#b9a63a", comm: "#e08a3c", bubble: "#dcb37a", checkpoint: "#9a6fc4",
-  evaluate: "#b56a8c", digest: "#6b7fa3", idle: "#c3cad2", operation: "#e08a3c",
+  evaluate: "#b56a8c", digest: "#6b7fa3", sample_gen: "#9bb08f", op: "#7d8fb3", idle: "#c3cad2", operation: "#e08a3c",
 };
 
 function element(tag, attributes = {}, ...children) {
@@ -133,14 +133,20 @@ async function ranks() {
 }
 
 async function slowest() {
-  const body = section("slowest", "Slowest operations", "time of their own, over the steps whose spans were kept");
+  const body = section("slowest", "Slowest operations", "time of their own, over the steps whose spans were kept or whose ops were sampled");
   const found = await ask("slowest_ops");
   if (!found.rows.length) return empty(body, "no spans are kept yet");
+  const known = (value, digits) => value === null ? "–" : number(value, digits);
+  const ofOps = found.sampled ? [
+    ["pass", (row) => row.pass], ["shape", (row) => `${row.shape} ${row.dtype}`],
+    ["wait ms", (row) => number(row.wait_ms), true], ["GFLOP/s", (row) => known(row.gflops), true],
+    ["of peak", (row) => row.of_peak === null ? "–" : percent(row.of_peak), true],
+  ] : [];
   return table(body, [
-    ["operation", (row) => row.op], ["share", (row) => percent(row.share), true],
-    ["ms in all", (row) => number(row.total_ms, 4), true], ["launches", (row) => number(row.calls, 9), true],
-    ["a step", (row) => number(row.calls_per_step), true],
-    ["GB/s", (row) => row.gigabytes_per_s === null ? "–" : number(row.gigabytes_per_s), true],
+    ["operation", (row) => row.op], ...ofOps.slice(0, 2), ["share", (row) => percent(row.share), true],
+    ["ms in all", (row) => number(row.total_ms, 4), true], ["ms a step", (row) => number(row.step_ms), true],
+    ["launches", (row) => number(row.calls, 9), true], ["a step", (row) => number(row.calls_per_step), true],
+    ...ofOps.slice(2, 4), ["GB/s", (row) => known(row.gigabytes_per_s), true], ...ofOps.slice(4),
   ], found.rows);
 }
 
@@ -181,7 +187,7 @@ async function timelineOf() {
     const kind = found.category[n];
     if (!groups.has(kind)) groups.set(kind, { y: [], base: [], x: [], text: [] });
     const one = groups.get(kind);
-    const where = found.track[n] === "step" ? "steps" : "groups";
+    const where = { step: "steps", ops: "ops" }[found.track[n]] || "groups";
     one.y.push(`rank ${found.rank[n]} ${where}`);
     one.base.push(found.begin_ms[n]);
     one.x.push(found.ms[n]);
@@ -190,7 +196,8 @@ async function timelineOf() {
   }
   const traces = [...groups].map(([kind, one]) => ({ type: "bar", orientation: "h", name: kind, ...one,
     marker: { color: COLORS[kind] || "#888" }, hovertemplate: "%{text}<extra></extra>", textposition: "none" }));
-  const rows = [...new Set(found.rank)].sort((a, b) => b - a).flatMap((rank) => [`rank ${rank} groups`, `rank ${rank} steps`]);
+  const tracks = found.track.includes("ops") ? ["groups", "ops", "steps"] : ["groups", "steps"];
+  const rows = [...new Set(found.rank)].sort((a, b) => b - a).flatMap((rank) => tracks.map((track) => `rank ${rank} ${track}`));
   return plot(body.drawn, traces, { barmode: "overlay", hovermode: "closest", xaxis: { title: { text: "ms" } },
     yaxis: { type: "category", categoryorder: "array", categoryarray: rows } }, true);
 }

@@ -1,0 +1,230 @@
+"""Sampled steps: the time of each op of the engine and of each collective, with bytes and FLOPs.
+
+An op's forward time is that since the one before it was recorded; its backward time that of its rule, without
+the rules and the hooks that run within it. Calls of one op with equal shapes are one row. On a CPU a call
+returns when its result is there, so the time in which it is enqueued is the time in which it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+
+from zbmd.collectives.flight._flight import COMPLETE, FlightRing
+from zbmd.training.autograd._spans import SpanRecorder
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.tape import Backward, Parameter, Tensor
+from zbmd.training.profiler.lines import OPS_MAX, OpRow
+from zbmd.transport.native._native import now_ns
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+WORK: Final = "work"
+"""Outside the passes: the update, the norm."""
+COLLECTIVE: Final = "collective"
+
+NAMES: Final = {
+    "_attention_by_kernel": "causal_attention",
+    "_whole": "causal_attention",
+    "_cross_entropy_by_kernel": "cross_entropy",
+    "_squared_relu": "squared_relu",
+    "_gelu": "gelu",
+    "_kept": "vocabulary_embedding",
+    "Tape.checkpoint": "checkpoint",
+}
+"""Of functions that record an op under another name than its own."""
+PRODUCTS: Final = frozenset({"linear", "tied_linear"})
+"""Ops that multiply matrices: once forwards, twice backwards."""
+
+Key = tuple[str, str, str, str]
+"""Op, pass, shape, dtype."""
+
+
+class _Sum:
+    __slots__ = ("calls", "execute_ns", "flops", "nbytes")
+
+    def __init__(self) -> None:
+        self.calls = self.execute_ns = self.nbytes = self.flops = 0
+
+
+class OpSampler:
+    """The watch of one rank's sampled steps: see `zbmd.training.autograd.op_watch`. For one thread."""
+
+    def __init__(self, recorder: SpanRecorder) -> None:
+        self._recorder = recorder
+        self._sums: dict[Key, _Sum] = {}
+        self._began_ns = self._inner_ns = 0
+        self._rings: list[tuple[FlightRing, int]] = []
+
+    def start(self, rings: Sequence[FlightRing]) -> None:
+        """Begin a step, with the operations that groups begin from now on."""
+        self._sums = {}
+        self._rings = [(ring, ring.begun) for ring in rings]
+
+    def begin(self) -> None:
+        """See `OpWatch`."""
+        self._began_ns = now_ns()
+
+    def computed(
+        self, unit: int, data: Array, backward: Backward, parameters: Sequence[Parameter]
+    ) -> Backward:
+        """See `OpWatch`."""
+        end_ns = now_ns()
+        op, inputs = name_of(backward, parameters), captured(backward)
+        shape, dtype = shape_of(data, parameters), str(data.dtype)
+        read, given = sum(nbytes_of(one) for one in inputs.values()), data.nbytes
+        ahead, back = flops_of(op, data, parameters, inputs)
+        forward_key, backward_key = (op, FORWARD, shape, dtype), (op, BACKWARD, shape, dtype)
+        self._add(forward_key, unit, self._began_ns, end_ns, 0, read + given, ahead)
+        self._inner_ns += end_ns - self._began_ns  # of a rule that computes ops again
+        written = sum(nbytes_of(one) for one in inputs.values() if isinstance(one, Tensor | Parameter))
+        for parameter in parameters:
+            self._without_hook(parameter)
+
+        def timed(dy: Array) -> None:
+            with self._within(backward_key, unit, read + dy.nbytes + written, back):
+                backward(dy)
+
+        return timed
+
+    def work(self, op: str, arrays: Sequence[Array]) -> Any:
+        """See `OpWatch`."""
+        size, dtype = max((array.size for array in arrays), default=0), str(arrays[0].dtype) if arrays else ""
+        return self._within((op, WORK, str(size), dtype), -1, sum(array.nbytes for array in arrays), 0)
+
+    @contextmanager
+    def _within(self, key: Key, unit: int, nbytes: int, flops: int) -> Iterator[None]:
+        outer_ns, self._inner_ns = self._inner_ns, 0
+        began_ns = now_ns()
+        try:
+            yield
+        finally:
+            end_ns = now_ns()
+            self._add(key, unit, began_ns, end_ns, self._inner_ns, nbytes, flops)
+            self._inner_ns = outer_ns + end_ns - began_ns
+
+    def _add(
+        self, key: Key, unit: int, began_ns: int, end_ns: int, inner_ns: int, nbytes: int, flops: int
+    ) -> None:
+        own_ns = max(0, end_ns - began_ns - inner_ns)
+        unit = unit if unit < self._recorder.units else -1
+        self._recorder.op(f"{key[0]} {key[1]}", unit, began_ns, end_ns, own_ns)
+        found = self._sums.get(key)
+        if found is None:
+            if len(self._sums) >= OPS_MAX:
+                return
+            found = self._sums[key] = _Sum()
+        found.calls += 1
+        found.execute_ns += own_ns
+        found.nbytes += nbytes
+        found.flops += flops
+
+    def _without_hook(self, parameter: Parameter) -> None:
+        """Do not count the hook of a final gradient, which sends it, for the op that made it final."""
+        hook = parameter.on_ready
+        if hook is None or isinstance(hook, _Hook):
+            return
+        parameter.on_ready = _Hook(self, hook)
+
+    def rows(self) -> tuple[OpRow, ...]:
+        """Return the rows of the step, by time: those of ops, and of operations that have ended."""
+        found = [
+            OpRow(op, which, shape, dtype, one.calls, one.execute_ns, 0, one.nbytes, one.flops)
+            for (op, which, shape, dtype), one in self._sums.items()
+        ]
+        found += _collectives(self._rings)
+        self._sums, self._rings = {}, []
+        return tuple(sorted(found, key=lambda row: -row.execute_ns)[:OPS_MAX])
+
+
+class _Hook:
+    """The hook of a parameter, whose time counts for no op."""
+
+    __slots__ = ("_hook", "_sampler")
+
+    def __init__(self, sampler: OpSampler, hook: Callable[[int], None]) -> None:
+        self._sampler, self._hook = sampler, hook
+
+    def __call__(self, index: int) -> None:
+        began_ns = now_ns()
+        self._hook(index)
+        self._sampler._inner_ns += now_ns() - began_ns
+
+
+def _collectives(rings: Sequence[tuple[FlightRing, int]]) -> list[OpRow]:
+    sums: dict[tuple[str, str], list[int]] = {}
+    for ring, first in rings:
+        for number in range(max(first, ring.begun - ring.capacity), ring.begun):
+            try:
+                operation, algorithm, _, nbytes, start_ns, met_ns, end_ns, state, _ = ring.record(number)
+            except IndexError:  # overwritten meanwhile
+                continue
+            if state != COMPLETE:
+                continue
+            ready_ns = min(max(met_ns, start_ns), end_ns)
+            one = sums.setdefault((operation, f"{nbytes} B {algorithm}"), [0, 0, 0, 0])
+            took = (1, end_ns - ready_ns, ready_ns - start_ns, nbytes)
+            one[:] = [known + more for known, more in zip(one, took, strict=True)]
+    return [
+        OpRow(op, COLLECTIVE, shape, "", calls, execute_ns, wait_ns, nbytes, 0)
+        for (op, shape), (calls, execute_ns, wait_ns, nbytes) in sums.items()
+    ]
+
+
+# ---- what an op is
+
+
+def name_of(backward: Backward, parameters: Sequence[Parameter]) -> str:
+    """Return the name of the op that has `backward` for a rule: that of the function which defines it."""
+    function = str(getattr(backward, "__qualname__", type(backward).__name__)).partition(".<locals>")[0]
+    if function == "_norm_by_kernel":
+        return "rms_norm" if len(parameters) == 1 else "layer_norm"
+    return NAMES.get(function, function)[:200]
+
+
+def captured(backward: Backward) -> dict[str, Any]:
+    """Return what a rule closes over: what its op was given, and what it has kept of its results."""
+    names = getattr(getattr(backward, "__code__", None), "co_freevars", ())
+    found: dict[str, Any] = {}
+    for name, cell in zip(names, getattr(backward, "__closure__", None) or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned
+            continue
+    return found
+
+
+def nbytes_of(value: Any) -> int:
+    """Return the bytes of an array, tensor or parameter; 0 of anything else."""
+    if isinstance(value, Tensor):
+        return int(value.data.nbytes)
+    if isinstance(value, Parameter):
+        return int(value.stored.nbytes)
+    return int(value.nbytes) if isinstance(value, np.ndarray) else 0
+
+
+def shape_of(data: Array, parameters: Sequence[Parameter]) -> str:
+    """Return the shape of an op's output and of its parameters: `2048x512, 128x512`."""
+    shapes = [data.shape, *(parameter.stored.shape for parameter in parameters[:2])]
+    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
+
+
+def flops_of(
+    op: str, data: Array, parameters: Sequence[Parameter], inputs: dict[str, Any]
+) -> tuple[int, int]:
+    """Return the FLOPs of matrix products, forwards and backwards; see `profiler.unit_flops` for the rules.
+
+    Attention by the kernel computes the scores again in its backward pass.
+    """
+    if op in PRODUCTS and parameters:
+        product = 2 * len(data) * int(np.prod(parameters[0].stored.shape))
+        return product, 2 * product
+    if op == "causal_attention":
+        kept = inputs.get("logs", inputs.get("odds"))
+        length = 0 if kept is None else int(kept.shape[-1])
+        product = len(data) * (length + 1) * int(data.shape[1])
+        return 2 * product, (5 if "logs" in inputs else 4) * product
+    return 0, 0

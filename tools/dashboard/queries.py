@@ -141,9 +141,12 @@ def slowest_ops(connection: sqlite3.Connection) -> Answer:
     """
     (sampled,) = connection.execute("SELECT EXISTS (SELECT 1 FROM op_profile WHERE kind = 'op')").fetchone()
     kind = "op" if sampled else "span"
+    (steps,) = connection.execute(
+        "SELECT count(*) FROM (SELECT DISTINCT incarnation_id, step FROM op_profile WHERE kind = ?)", (kind,)
+    ).fetchone()
     rows = connection.execute(
         "SELECT op, pass, shape, o.dtype, sum(calls), sum(execute_ns) / 1e6, "
-        "sum(calls) * 1.0 / count(*), sum(execute_ns) / 1e6 / count(*), sum(wait_ns) / 1e6 / count(*), "
+        "sum(calls) * 1.0 / :steps, sum(execute_ns) / 1e6 / :steps, sum(wait_ns) / 1e6 / :steps, "
         "sum(execute_ns) * 1.0 / (SELECT sum(execute_ns) FROM op_profile WHERE kind = :kind), "
         "CASE WHEN sum(flops) > 0 THEN sum(flops) * 1.0 / sum(execute_ns) END, "
         "CASE WHEN sum(bytes) > 0 THEN sum(bytes) * 1.0 / sum(execute_ns) END, "
@@ -151,7 +154,7 @@ def slowest_ops(connection: sqlite3.Connection) -> Answer:
         "/ sum(execute_ns), count(peak_flops) "
         "FROM op_profile AS o JOIN incarnations USING (incarnation_id) WHERE kind = :kind "
         "GROUP BY op, pass, shape, o.dtype ORDER BY 6 DESC LIMIT :most",
-        {"kind": kind, "most": OPS_SHOWN},
+        {"kind": kind, "most": OPS_SHOWN, "steps": max(1, steps)},
     ).fetchall()
     names = (
         *("op", "pass", "shape", "dtype", "calls", "total_ms", "calls_per_step", "step_ms", "wait_ms"),

@@ -109,6 +109,27 @@ def _in_memory(found: Snapshots, directory: Path | None) -> Iterator[HeldVersion
             )
 
 
+def newest_in_memory(directory: Path) -> dict[int, tuple[int, float | None]]:
+    """Return the newest version of each rank of a run that snapshot processes of this host have, and its age.
+
+    Digests are not verified. The age in seconds is that of its commit; None if that is not known.
+    """
+    newest: dict[int, int] = {}
+    for address in holders_of(directory):
+        found = look(address.name)
+        if found is None:
+            continue
+        with contextlib.closing(found):
+            for rank, memory in found.memory.items():
+                block = block_of(memory, STATE_BLOCK)
+                held = None if block is None else slots_in(block)
+                versions = [] if held is None else [held[1].version_in(slot) for slot in range(SLOTS)]
+                whole = [version for version in versions if version is not None]
+                if whole:
+                    newest[rank] = max([*whole, newest.get(rank, 0)])
+    return {rank: (version, _age_s(directory, version)) for rank, version in newest.items()}
+
+
 def verified(slots: StampedSlots, slot: int) -> tuple[int | None, str]:
     """Return the version in a slot that its rank may be writing, and its state: the digest is verified."""
     version, digest = slots.version_in(slot), slots.digest_in(slot)

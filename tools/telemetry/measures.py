@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from zbmd.tools.runs.snapshots import newest_in_memory
 from zbmd.tools.telemetry.schema import PHASE_COLUMNS, PHASES
 from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.transport.errors import UserError
@@ -119,6 +120,7 @@ class RunMeasures:
             *self._of_metrics(connection),
             *self._of_users(connection),
             *self._of_files(),
+            *self._of_snapshots(),
         ]
 
     # ---- steps
@@ -254,6 +256,8 @@ class RunMeasures:
             "run_metric", Kind.GAUGE, "Latest value of what the run notes by step: loss, tokens_per_s, …",
             [(self._labels(name=name), value) for name, value in found],
         )  # fmt: skip
+        tokens = [(self._labels(), value) for name, value in found if name == "tokens"]
+        yield self._measure("tokens", Kind.COUNTER, "Tokens that the state was trained on", tokens)
 
     def _of_users(self, connection: sqlite3.Connection) -> Iterable[Measure]:
         """The metrics of `zbmd.metrics`: of all processes that were a rank, a gauge of the latest."""
@@ -276,6 +280,21 @@ class RunMeasures:
             samples[key] = now if kind is Kind.GAUGE or known is None else _sum(known, now)
         for (name, kind), (about, samples) in sorted(found.items(), key=lambda one: one[0][0]):
             yield self._measure(f"user_{name}", kind, about or name, list(samples.items()))
+
+    def _of_snapshots(self) -> Iterable[Measure]:
+        """The newest state of each rank in the memory of snapshot processes of this host."""
+        try:
+            found = sorted(newest_in_memory(self._directory).items())
+        except (
+            UserError,
+            OSError,
+        ):  # of another zbmd, or a log that cannot be read: `zbmd snapshots` says it
+            return
+        ranks = [(self._labels(rank=rank), held) for rank, held in found if rank < RANKS_MAX]
+        about = "Newest version of a rank's state that a snapshot process has"
+        yield self._measure("snapshot_version", Kind.GAUGE, about, [(key, held[0]) for key, held in ranks])
+        ages = [(key, held[1]) for key, held in ranks if held[1] is not None]
+        yield self._measure("snapshot_age_seconds", Kind.GAUGE, "Since that version was committed", ages)
 
     def _of_files(self) -> Iterable[Measure]:
         """When the newest checkpoint that is named in the run's directory was completed."""

@@ -29,7 +29,9 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import Mesh, require_axes
 from zbmd.training.job.overwrite import claimed, drop_held, holders_of, make_new, remove_run
 from zbmd.training.optim import CURVES, OPTIMIZERS
+from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
 from zbmd.training.pipeline.schedules import SCHEDULES
+from zbmd.training.profiler.peak import THREADS_VARIABLES, peak_of, this_machine
 from zbmd.training.run.ledger import begin_log
 from zbmd.training.sharded.options import PRECISIONS, RECIPE_NAME, TOKENS, TrainOptions
 from zbmd.training.sharded.redundancy import parse_redundancy
@@ -414,8 +416,18 @@ def _train(arguments: argparse.Namespace) -> int:
             uvloop.run(train(options))
             return 0
         options = from_whole(options)  # once for all ranks
+        if options.profile_ops:
+            measure_peaks(options, found["ranks"][0])
         start = ["run", "-n", str(found["ranks"][0]), "--on-loss", found["on_loss"][0]]
         return node_cli.main([*start, "-m", "zbmd.training.sharded", options.encode()])
+
+
+def measure_peaks(options: TrainOptions, ranks: int) -> None:
+    """Measure what ops are compared with, once on this machine, before ranks use it."""
+    environ = {**os.environ, **dict.fromkeys(THREADS_VARIABLES, str(options.threads))}
+    dtype = computing_dtype(storage_dtype(options.precision)).name
+    with contextlib.suppress(UserError):  # the profile is without them
+        peak_of(this_machine(parallel=ranks, dtype=dtype, environ=environ))
 
 
 def write_recipe(found: Found) -> None:

@@ -240,6 +240,7 @@ class Task(Protocol, Generic[ResultT_co]):
 
     def reached(self, trainer: Trainer, *, is_first: bool) -> None:
         """* All ranks have come to the trainer's step, again after a loss."""
+        return  # a task may have nothing to do then
 
     def finish(
         self, trainer: Trainer, last: StepResult | None, held_out_loss: float, *, is_first: bool

@@ -44,25 +44,54 @@ Key = tuple[str, str, str, str]
 
 
 class _Sum:
-    __slots__ = ("calls", "execute_ns", "flops", "nbytes")
+    """A row in the making. nbytes, flops: of a call."""
 
-    def __init__(self) -> None:
-        self.calls = self.execute_ns = self.nbytes = self.flops = 0
+    __slots__ = ("calls", "execute_ns", "flops", "key", "nbytes", "title")
+
+    def __init__(self, key: Key, nbytes: int, flops: int) -> None:
+        self.key, self.nbytes, self.flops = key, nbytes, flops
+        self.title = f"{key[0]} {key[1]}"
+        self.calls = self.execute_ns = 0
+
+    def row(self) -> OpRow:
+        return OpRow(
+            *self.key, self.calls, self.execute_ns, 0, self.calls * self.nbytes, self.calls * self.flops
+        )
+
+
+class _Known:
+    """An op of some shapes: its rows, and the code of its rule, whose identity is in use while it is kept."""
+
+    __slots__ = ("back", "code", "forward")
+
+    def __init__(self, code: object, forward: _Sum, back: _Sum) -> None:
+        self.code, self.forward, self.back = code, forward, back
 
 
 class OpSampler:
-    """The watch of one rank's sampled steps: see `zbmd.training.autograd.op_watch`. For one thread."""
+    """The watch of one rank's sampled steps: see `zbmd.training.autograd.op_watch`. For one thread.
+
+    What an op is, is found out at its first call with these shapes: later ones take 2 µs, and as much for
+    the rule. Ops of more than `OPS_MAX` kinds share a row.
+    """
 
     def __init__(self, recorder: SpanRecorder) -> None:
         self._recorder = recorder
-        self._sums: dict[Key, _Sum] = {}
+        self._known: dict[object, _Known] = {}
+        self._work: dict[Key, _Sum] = {}
+        self._rest = _Sum(("others", WORK, "", ""), 0, 0)
         self._began_ns = self._inner_ns = 0
         self._rings: list[tuple[FlightRing, int]] = []
 
     def start(self, rings: Sequence[FlightRing]) -> None:
         """Begin a step, with the operations that groups begin from now on."""
-        self._sums = {}
+        for one in self._sums():
+            one.calls = one.execute_ns = 0
         self._rings = [(ring, ring.begun) for ring in rings]
+
+    def _sums(self) -> list[_Sum]:
+        of_ops = [one for known in self._known.values() for one in (known.forward, known.back)]
+        return [*of_ops, *self._work.values(), self._rest]
 
     def begin(self) -> None:
         """See `OpWatch`."""
@@ -73,71 +102,98 @@ class OpSampler:
     ) -> Backward:
         """See `OpWatch`."""
         end_ns = now_ns()
-        op, inputs = name_of(backward, parameters), captured(backward)
-        shape, dtype = shape_of(data, parameters), str(data.dtype)
-        read, given = sum(nbytes_of(one) for one in inputs.values()), data.nbytes
-        ahead, back = flops_of(op, data, parameters, inputs)
-        forward_key, backward_key = (op, FORWARD, shape, dtype), (op, BACKWARD, shape, dtype)
-        self._add(forward_key, unit, self._began_ns, end_ns, 0, read + given, ahead)
-        self._inner_ns += end_ns - self._began_ns  # of a rule that computes ops again
-        written = sum(nbytes_of(one) for one in inputs.values() if isinstance(one, Tensor | Parameter))
+        code = getattr(backward, "__code__", backward)
+        weight = parameters[0].stored.shape if parameters else None
+        shapes = (id(code), data.shape, data.dtype.num, weight)
+        known = self._known.get(shapes)
+        if known is None:
+            known = self._learnt(shapes, code, data, backward, parameters)
         for parameter in parameters:
-            self._without_hook(parameter)
+            hook = parameter.on_ready
+            if hook is not None and type(hook) is not _Hook:
+                parameter.on_ready = _Hook(self, hook)
+        began_ns, back = self._began_ns, known.back
+        self._add(known.forward, unit, began_ns, end_ns, end_ns - began_ns)
+        self._inner_ns += end_ns - began_ns  # of a rule that computes ops again
 
         def timed(dy: Array) -> None:
-            with self._within(backward_key, unit, read + dy.nbytes + written, back):
+            outer_ns, self._inner_ns = self._inner_ns, 0
+            began_ns = now_ns()
+            try:
                 backward(dy)
+            finally:
+                took_ns = now_ns() - began_ns
+                self._add(back, unit, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
+                self._inner_ns = outer_ns + took_ns
 
         return timed
 
-    def work(self, op: str, arrays: Sequence[Array]) -> Any:
-        """See `OpWatch`."""
-        size, dtype = max((array.size for array in arrays), default=0), str(arrays[0].dtype) if arrays else ""
-        return self._within((op, WORK, str(size), dtype), -1, sum(array.nbytes for array in arrays), 0)
+    def _learnt(
+        self, shapes: object, code: object, data: Array, backward: Backward, parameters: Sequence[Parameter]
+    ) -> _Known:
+        if len(self._known) + len(self._work) >= OPS_MAX // 2:
+            return _Known(code, self._rest, self._rest)
+        op, inputs = name_of(backward, parameters), captured(backward)
+        shape, dtype = shape_of(data, parameters), str(data.dtype)
+        read = sum(nbytes_of(one) for one in inputs.values())
+        written = sum(nbytes_of(one) for one in inputs.values() if isinstance(one, Tensor | Parameter))
+        ahead, back = flops_of(op, data, parameters, inputs)
+        known = self._known[shapes] = _Known(
+            code,
+            _Sum((op, FORWARD, shape, dtype), read + data.nbytes, ahead),
+            _Sum((op, BACKWARD, shape, dtype), read + data.nbytes + written, back),
+        )
+        return known
 
     @contextmanager
-    def _within(self, key: Key, unit: int, nbytes: int, flops: int) -> Iterator[None]:
+    def work(self, op: str, arrays: Sequence[Array]) -> Iterator[None]:
+        """See `OpWatch`."""
+        size, dtype = max((array.size for array in arrays), default=0), str(arrays[0].dtype) if arrays else ""
+        key = (op, WORK, str(size), dtype)
+        found = self._work.get(key)
+        if found is None:
+            found = _Sum(key, sum(array.nbytes for array in arrays), 0)
+            if len(self._known) + len(self._work) < OPS_MAX // 2:
+                self._work[key] = found
+            else:
+                found = self._rest
         outer_ns, self._inner_ns = self._inner_ns, 0
         began_ns = now_ns()
         try:
             yield
         finally:
-            end_ns = now_ns()
-            self._add(key, unit, began_ns, end_ns, self._inner_ns, nbytes, flops)
-            self._inner_ns = outer_ns + end_ns - began_ns
+            took_ns = now_ns() - began_ns
+            self._add(found, -1, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
+            self._inner_ns = outer_ns + took_ns
 
-    def _add(
-        self, key: Key, unit: int, began_ns: int, end_ns: int, inner_ns: int, nbytes: int, flops: int
-    ) -> None:
-        own_ns = max(0, end_ns - began_ns - inner_ns)
-        unit = unit if unit < self._recorder.units else -1
-        self._recorder.op(f"{key[0]} {key[1]}", unit, began_ns, end_ns, own_ns)
-        found = self._sums.get(key)
-        if found is None:
-            if len(self._sums) >= OPS_MAX:
-                return
-            found = self._sums[key] = _Sum()
-        found.calls += 1
-        found.execute_ns += own_ns
-        found.nbytes += nbytes
-        found.flops += flops
-
-    def _without_hook(self, parameter: Parameter) -> None:
-        """Do not count the hook of a final gradient, which sends it, for the op that made it final."""
-        hook = parameter.on_ready
-        if hook is None or isinstance(hook, _Hook):
-            return
-        parameter.on_ready = _Hook(self, hook)
+    def _add(self, one: _Sum, unit: int, began_ns: int, end_ns: int, own_ns: int) -> None:
+        recorder = self._recorder
+        recorder.op(one.title, unit if unit < recorder.units else -1, began_ns, end_ns, own_ns)
+        one.calls += 1
+        one.execute_ns += own_ns
 
     def rows(self) -> tuple[OpRow, ...]:
         """Return the rows of the step, by time: those of ops, and of operations that have ended."""
-        found = [
-            OpRow(op, which, shape, dtype, one.calls, one.execute_ns, 0, one.nbytes, one.flops)
-            for (op, which, shape, dtype), one in self._sums.items()
-        ]
-        found += _collectives(self._rings)
-        self._sums, self._rings = {}, []
+        merged: dict[Key, OpRow] = {}
+        for one in self._sums():
+            row, known = one.row(), merged.get(one.key)
+            if row.calls:
+                merged[one.key] = row if known is None else _sum_of(known, row)
+        found = [*merged.values(), *_collectives(self._rings)]
+        self._rings = []
         return tuple(sorted(found, key=lambda row: -row.execute_ns)[:OPS_MAX])
+
+
+def _sum_of(one: OpRow, other: OpRow) -> OpRow:
+    """Return the row of two ops with the same name and shapes."""
+    return OpRow(
+        *(one.op, one.which, one.shape, one.dtype),
+        one.calls + other.calls,
+        one.execute_ns + other.execute_ns,
+        one.wait_ns + other.wait_ns,
+        one.nbytes + other.nbytes,
+        one.flops + other.flops,
+    )
 
 
 class _Hook:

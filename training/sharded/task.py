@@ -272,6 +272,7 @@ class EngineTask(Task[TrainResult]):
         return {
             "learning_rate": learning_rate_of(self._options.training, done.version - 1),
             "tokens_per_s": self._tokens_per_step / took_s,
+            "tokens": float(self._tokens_per_step * done.version),
             "waited_ms": done.waited_ns / 1e6,
         }
 

@@ -76,6 +76,7 @@ async def test_what_is_scraped_of_a_run_with_a_loss(killed: Path) -> None:
     assert sample(text, "zbmd_restarts_total", run="run", rank="1") == 1
     assert sample(text, "zbmd_restarts_total", run="run", rank="0") == 0
     assert sample(text, "zbmd_step", run="run", rank="1") == 6
+    assert sample(text, "zbmd_tokens_total", run="run") == 6 * 4 * 2 * 8, "steps, shards, sequences, context"
 
 
 def values(measures: list[Measure], name: str) -> dict[str, float | Counts]:

@@ -25,6 +25,8 @@ from support.jobs.held_runs import (
 from zbmd.actors.snapshots.client import HolderAddress, look
 from zbmd.tools.entry import zbmd as command
 from zbmd.tools.runs.snapshots import DAMAGED, WHOLE, held_runs
+from zbmd.tools.telemetry.ingest import RunDatabase
+from zbmd.tools.telemetry.measures import RunMeasures
 from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.training.checkpoint.sharded import read_names
 from zbmd.training.job.overwrite import holders_of
@@ -206,6 +208,16 @@ def test_snapshots_lists_verifies_and_drops(
     assert {one["tier"] for one in held["versions"]} == {"memory"} and len(held["versions"]) == 4
     assert all(one["age_s"] is None or one["age_s"] >= 0 for one in held["versions"])
     assert shown["checkpoints"][0]["state"] == WHOLE and shown["checkpoints"][0]["version"] % 100 == 0
+    newest: dict[int, int] = {}
+    for one in (one for one in held["versions"] if one["version"] is not None):
+        newest[one["rank"]] = max(newest.get(one["rank"], 0), one["version"])
+    with RunDatabase(run) as database:
+        database.update()
+        told = {one.name: dict(one.samples) for one in RunMeasures("x", run).collect(database.connection)}
+    of_ranks = {rank: (("run", "x"), ("rank", str(rank))) for rank in newest}
+    assert told["zbmd_snapshot_version"] == {of_ranks[rank]: newest[rank] for rank in newest}
+    assert set(told["zbmd_snapshot_age_seconds"]) <= set(of_ranks.values())
+    assert all(isinstance(age, float) and age >= 0 for age in told["zbmd_snapshot_age_seconds"].values())
     assert command.main(["snapshots", str(run)]) == 0
     assert "whole" in capsys.readouterr().out
 

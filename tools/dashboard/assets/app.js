@@ -133,7 +133,7 @@ async function ranks() {
 }
 
 async function slowest() {
-  const body = section("slowest", "Slowest operations", "time of their own, over the steps whose spans were kept or whose ops were sampled");
+  const body = section("slowest", "Slowest operations", "time of their own, over the steps whose spans were kept or whose ops were sampled", true);
   const found = await ask("slowest_ops");
   if (!found.rows.length) return empty(body, "no spans are kept yet");
   const known = (value, digits) => value === null ? "–" : number(value, digits);

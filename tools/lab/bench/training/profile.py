@@ -1,4 +1,5 @@
-"""Measure the profiler: steps with and without spans, in turn, and the cost of a span and of a line.
+"""Measure the profiler: steps with and without spans, and with sampled ops, in turn; and what each of them
+costs.
 
 Steps are timed by the processor time of their thread, so that what else the machine does counts little; steps
 without spans are also laid beside each other, which tells how far the noise goes. The share is the cost of a
@@ -14,15 +15,20 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from zbmd.tools.cli.options import exit_code_of, script_parser
 from zbmd.tools.demo.overhead import Medians, medians
+from zbmd.training import ops
 from zbmd.training.autograd import spans
 from zbmd.training.autograd._spans import RECORD_BYTES, SpanRecorder
+from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.config import TrainingConfig
+from zbmd.training.profiler.lines import read_profiles
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.profiler.ring import read_ring, ring_path
 from zbmd.training.run.plain import PlainTrainer
@@ -32,6 +38,7 @@ from zbmd.training.sharded.run import open_recipe
 WARM_UP_ROUNDS = 3
 CALLS = 20_000
 LINES = 200
+TAPE_OPS = 200
 REPEATS = 7
 
 
@@ -46,34 +53,58 @@ class Cost(Medians):
     line_us: float
     share_percent: float
     """spans_per_step of span_ns, and a line, of step_ms."""
+    sampled_percent: float
+    """A sampled step, spans included, beside one without spans: the median."""
+    sampled_high_percent: float
+    """Three of four sampled steps cost less."""
+    ops_per_sample: float
+    op_us: float
+    """What the watch adds to an op and to its rule; of small arrays, so that little else is in it."""
+    sampled_share_percent: float
+    """ops_per_sample of half of op_us, of step_ms."""
     rounds: int
 
 
 def measure(directory: Path, rounds: int, data: str | None) -> Cost:
     """Steps of the default model, in this thread. Raises `UserError`."""
-    steps = 3 * (rounds + WARM_UP_ROUNDS)
+    steps = 4 * (rounds + WARM_UP_ROUNDS)
     options = TrainOptions(out=directory, data=data, training=TrainingConfig(steps=steps))
     recipe = open_recipe(options)
-    trainer = PlainTrainer(recipe)
-    with open_profiler(directory, recipe.model, sequences=recipe.config.sequences_per_shard) as profiler:
+    trainer, sequences = PlainTrainer(recipe), recipe.config.sequences_per_shard
+    of_ops = directory / "ops"
+    with (
+        open_profiler(directory, recipe.model, sequences=sequences) as profiler,
+        open_profiler(of_ops, recipe.model, sequences=sequences, ops_every=1) as sampling,
+    ):
 
-        def with_spans() -> None:
-            with profiler.recording():
-                profiler.begin_step(trainer.step)
-                trainer.run_step()
-                profiler.end_step()
+        def profiled(by: Profiler) -> None:
+            with by.recording():
+                by.begin_step(trainer.step)
+                with by.operations():
+                    trainer.run_step()
+                by.end_step()
 
         on: list[float] = []
+        sampled: list[float] = []
         off: list[tuple[float, float]] = []
         for number in range(rounds + WARM_UP_ROUNDS):
-            # Each is first, second and third as often as the others.
-            turn = [(0, trainer.run_step), (1, with_spans), (2, trainer.run_step)]
-            took = {which: _timed(work) for which, work in turn[number % 3 :] + turn[: number % 3]}
+            # Each is first, second, third and fourth as often as the others.
+            turn: list[tuple[int, Callable[[], object]]] = [
+                (0, trainer.run_step),
+                (1, partial(profiled, profiler)),
+                (2, trainer.run_step),
+                (3, partial(profiled, sampling)),
+            ]
+            took = {which: _timed(work) for which, work in turn[number % 4 :] + turn[: number % 4]}
             if number >= WARM_UP_ROUNDS:
                 on.append(took[1])
+                sampled.append(took[3])
                 off.append((took[0], took[2]))
         records = read_ring(ring_path(directory, 0, 1)).records
-        line_us = _line_us(profiler)
+        lines = [line for life in read_profiles(of_ops) for line in life.ops]
+        line_us, op_us = _line_us(profiler), _op_us(sampling)
+    calls = [sum(row.calls for row in line.ops) for line in lines]
+    of_samples = [100.0 * (a / ((b + c) / 2) - 1.0) for a, (b, c) in zip(sampled, off, strict=True)]
     per_step = len(records) / (rounds + WARM_UP_ROUNDS)
     step_ms = 1e3 * statistics.median(first for first, _ in off)
     recorded_ns, unheard_ns = _span_ns()
@@ -86,6 +117,11 @@ def measure(directory: Path, rounds: int, data: str | None) -> Cost:
         span_ns=recorded_ns,
         span_without_recorder_ns=unheard_ns,
         line_us=line_us,
+        sampled_percent=statistics.median(of_samples),
+        sampled_high_percent=sorted(of_samples)[len(of_samples) * 3 // 4],
+        ops_per_sample=statistics.mean(calls),
+        op_us=op_us,
+        sampled_share_percent=100.0 * statistics.mean(calls) * op_us / 2e3 / step_ms,
         share_percent=100.0 * (per_step * recorded_ns / 1e6 + line_us / 1e3) / step_ms,
         rounds=rounds,
     )
@@ -114,6 +150,29 @@ def _span_ns() -> tuple[float, float]:
         recorded_ns = least_ns()
         recorder.end_step()
     return recorded_ns, unheard_ns
+
+
+def _op_us(profiler: Profiler) -> float:
+    """Measure what the watch adds to an op, forwards and backwards together."""
+    data = np.ones((4, 4), np.float32)
+
+    def passes() -> None:
+        tape = Tape(np)
+        x = Tensor(data)
+        for _ in range(TAPE_OPS):
+            x = ops.squared_relu(tape, x)
+        tape.play(x, np.ones_like(data))
+
+    def least_us() -> float:
+        return min(timeit.repeat(passes, number=1, repeat=LINES, timer=time.thread_time)) / TAPE_OPS * 1e6
+
+    plain_us = least_us()
+    with profiler.recording():
+        profiler.begin_step(1)
+        with profiler.operations():
+            watched_us = least_us()
+        profiler.end_step()
+    return watched_us - plain_us
 
 
 def _line_us(profiler: Profiler) -> float:

@@ -33,7 +33,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from zbmd.actors.core.messaging import asks_of, awaited_by
-from zbmd.actors.hangs.wire import FRAMES_MAX, Frame, cut, cut_path
+from zbmd.actors.hangs.wire import FRAMES_MAX, RUNS, Frame, cut, cut_path
 from zbmd.transport.host.topology.kernel_files import entries, read_fields, read_text
 
 # --- stacks of threads and coroutines ---------------------------------------------------------------------
@@ -77,6 +77,42 @@ def _waits_in(folder: Path) -> str:
     """The kernel function that it sleeps in; nothing if it does not sleep, or the kernel does not say."""
     name = read_text(folder / "wchan") or ""
     return "" if name == "0" else name
+
+
+RUNS_SHARE = 0.005
+"""Of the time for which it has made no progress: a thread that used more runs, on a busy machine too."""
+
+
+class ThreadWork:
+    """Says what a thread without progress does meanwhile. Made on that thread, used by the watchdog's."""
+
+    __slots__ = ("_folder", "_looks", "_mark", "_since")
+
+    def __init__(self) -> None:
+        self._folder = Path(f"/proc/self/task/{threading.get_native_id()}")
+        self._mark: object = None
+        self._looks = 0
+        self._since = (0, 0)
+
+    def look(self, mark: object) -> None:
+        """Look once; `mark` changes with progress."""
+        self._looks = self._looks + 1 if mark == self._mark else 0
+        self._mark = mark
+        if self._looks == 1:
+            self._since = (monotonic_ns(), self._used_ns())
+
+    def doing(self) -> str:
+        """Return `RUNS`, the kernel's function that it sleeps in, or nothing if that is unknown."""
+        at_ns, used_ns = self._since
+        if self._looks < 2:
+            return ""
+        if self._used_ns() - used_ns > RUNS_SHARE * (monotonic_ns() - at_ns):
+            return RUNS
+        return _waits_in(self._folder)
+
+    def _used_ns(self) -> int:
+        fields = (read_text(self._folder / "schedstat") or "").split()
+        return int(fields[0]) if fields else 0
 
 
 _PACKAGES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})

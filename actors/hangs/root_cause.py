@@ -102,7 +102,10 @@ class RankFacts:
 
 @dataclass(slots=True)
 class Finding:
-    """One root: its key, its report, the ranks to blame, and the troubles that led to it."""
+    """One root: its key, its report, the ranks to blame, and the troubles that led to it.
+
+    doing: see `Place`.
+    """
 
     key: Hashable
     text: str
@@ -110,6 +113,7 @@ class Finding:
     stack: tuple[str, ...]
     ring: bool = False
     evidence: set[Trigger] = field(default_factory=set[Trigger])
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +236,7 @@ class _Graph:
             text="; ".join(parts),
             culprits=(last.culprit,) if blamed else (),
             stack=stack(last.place.frames) if last.place is not None else (),
+            doing="" if last.place is None else last.place.doing,
         )
 
     def _held_up(self, root: _Node) -> list[str]:

@@ -47,7 +47,7 @@ class HangNotice:
     """One hang, once as it is found and once, with `over`, when it has gone.
 
     culprits: (rank, incarnation) of those that the others wait for, none if all wait alike; stack: of the
-    first of them, a line a frame; next_step: what follows from it, in words.
+    first of them, a line a frame; next_step: what follows from it, in words; doing: see `Place`.
     """
 
     text: str
@@ -55,6 +55,7 @@ class HangNotice:
     stack: tuple[str, ...]
     over: bool
     next_step: str
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,6 +411,7 @@ class HangMachine:
             stack=finding.stack,
             over=False,
             next_step=next_step,
+            doing=finding.doing,
         )
         self._reported[finding.key] = _Reported(notice, set(finding.evidence))
         return [ReportHang(notice=notice), *acts]

@@ -26,7 +26,7 @@ import structlog
 from zbmd.actors.contracts import contract_tag
 from zbmd.actors.core.cell import ActorCell
 from zbmd.actors.core.system import CoreSystem
-from zbmd.actors.hangs.loop_watch import asked_address, task_frames, thread_frames
+from zbmd.actors.hangs.loop_watch import ThreadWork, asked_address, task_frames, thread_frames
 from zbmd.actors.hangs.progress import Looked, MovedOn, ProgressMachine, Sample, Stuck, look_ns
 from zbmd.actors.hangs.root_cause import describe_place
 from zbmd.actors.hangs.wire import (
@@ -70,6 +70,7 @@ class Described:
     what: str
     frames: tuple[Frame, ...] = ()
     waits_for: str = ""
+    doing: str = ""
 
     def place(self, *, still_ns: int, stuck: bool) -> Place:
         """As it is sent."""
@@ -81,6 +82,7 @@ class Described:
             stuck=stuck,
             frames=self.frames,
             waits_for=cut(self.waits_for),
+            doing=cut(self.doing),
         )
 
 
@@ -128,6 +130,7 @@ class LoopSource:
         self._period_s = period_s
         self._turns = 0
         self._seen = (-1, 0)
+        self._work = ThreadWork()
         main = asyncio.current_task()
         self._main = None if main is None else weakref.ref(main)
         self._timer = self._loop.call_later(period_s, self._turn)
@@ -139,6 +142,7 @@ class LoopSource:
     def watched(self) -> Iterator[Watched]:
         """Return the loop's turns."""
         self._seen = (self._turns, self._seen[1] + 1 if self._seen[0] == self._turns else 0)
+        self._work.look(self._turns)
         yield Watched(sample=Sample(key=self.KEY, mark=self._turns), describe=self.blocked)
 
     @property
@@ -151,7 +155,11 @@ class LoopSource:
         task = asyncio.current_task(self._loop)
         where = "its event loop is blocked" + (f" in task {task.get_name()}" if task is not None else "")
         return Described(
-            kind=PlaceKind.LOOP, who=self._name, what=where, frames=thread_frames(self._thread_id)
+            kind=PlaceKind.LOOP,
+            who=self._name,
+            what=where,
+            frames=thread_frames(self._thread_id),
+            doing=self._work.doing(),
         )
 
     def main(self) -> Described | None:
@@ -242,11 +250,12 @@ def _qualified(function: Callable[..., Any]) -> str:
 class Activity:
     """Something that a thread or task does, from `doing` to its end."""
 
-    __slots__ = ("_counted", "_progress", "_what", "limit_ns", "task", "thread_id")
+    __slots__ = ("_counted", "_progress", "_what", "limit_ns", "task", "thread_id", "work")
 
     def __init__(self, what: str, limit_ns: int, progress: Callable[[], int] | None) -> None:
         self.limit_ns = limit_ns
         self.thread_id = threading.get_ident()
+        self.work = ThreadWork()
         self._what = what
         self._counted = progress
         self._progress = 0
@@ -298,6 +307,7 @@ class ActivitySource:
     def watched(self) -> Iterator[Watched]:
         """Each activity."""
         for number, activity in list(self._activities.items()):
+            activity.work.look(activity.mark)
             sample = Sample(key=f"activity {number}", mark=activity.mark, limit_ns=activity.limit_ns)
             yield Watched(sample=sample, describe=partial(self._describe, activity))
 
@@ -310,6 +320,7 @@ class ActivitySource:
             what=activity.what,
             frames=task_frames(task) if task is not None and waits else thread_frames(activity.thread_id),
             waits_for=asked_address(task) if task is not None and waits else "",
+            doing="" if waits else activity.work.doing(),
         )
 
 

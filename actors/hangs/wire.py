@@ -24,6 +24,9 @@ GROUPS_MAX = 16
 """As many as a process has channels."""
 MEMBERS_MAX = RANKS_MAX
 
+RUNS = "runs"
+"""Of a thread that uses a processor."""
+
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -52,7 +55,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
     who: `rank2`, or `rank2/trainer` for an actor; what: `handler Train.step`, `step 41: forward`; still_ns:
     how long it has made no progress; waits_for: the address of the actor whose answer it waits for, or
-    nothing.
+    nothing; doing: what its thread does: `RUNS`, or the kernel's function that it sleeps in, if known.
     """
 
     kind: PlaceKind
@@ -62,6 +65,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     stuck: bool
     frames: Annotated[tuple[Frame, ...], msgspec.Meta(max_length=FRAMES_MAX)] = ()
     waits_for: Text = ""
+    doing: Text = ""
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from typing import Annotated, Final
 import msgspec
 import structlog
 
+from zbmd.actors.rank.environment import FLIGHTS_DIRECTORY, FLIGHTS_VARIABLE
 from zbmd.actors.view import RANKS_MAX
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.flight._flight import leave, listen, wait, wake
@@ -29,7 +30,7 @@ from zbmd.transport.host.files import UserFiles, need_directory, replace_file
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.flight")
 
 SIGNAL: Final = signal.SIGUSR2
-DIRECTORY_VARIABLE: Final = "ZBMD_FLIGHT_DIR"
+DIRECTORY_VARIABLE: Final = FLIGHTS_VARIABLE
 GROUPS_KEPT_MAX: Final = 8
 """Closed groups whose operations a process still remembers."""
 FILES_MAX: Final = 64
@@ -103,8 +104,8 @@ def flight_directory(environment: Mapping[str, str] | None = None) -> Path:
     environment = os.environ if environment is None else environment
     if given := environment.get(DIRECTORY_VARIABLE):
         return Path(given).absolute()
-    what = "flight records"
-    return need_directory(UserFiles.STATE, environment, what=what, variable=DIRECTORY_VARIABLE) / "flights"
+    what, variable = "flight records", DIRECTORY_VARIABLE
+    return need_directory(UserFiles.STATE, environment, what=what, variable=variable) / FLIGHTS_DIRECTORY
 
 
 def dump_path(directory: Path, pid: int) -> Path:

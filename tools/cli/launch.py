@@ -15,6 +15,7 @@ from zbmd.tools.cli.settings import DEFAULT, parse_ranks
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import thread_share
 from zbmd.transport.host.topology.cpus import usable_cpus
+from zbmd.transport.tcp.sockets import PortInUse
 
 NAMESPACE_BYTES_MAX = 256
 SWITCHES = {
@@ -127,7 +128,7 @@ def check_master_port(settings: Settings, environment: Mapping[str, str]) -> Non
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return  # rank 0 says so, if it listens at all
-    raise UserError(
+    raise PortInUse(
         f"{source} {port}: the port is in use on this host, perhaps by another run. Leave {source} away, and "
         "a free one is chosen, or give another port."
     )

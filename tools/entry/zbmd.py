@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   zbmd query zbmd-runs/demo "select rank, avg(wall_ns) from step_timing group by rank"
   zbmd export zbmd-runs/demo --format parquet
   zbmd export zbmd-runs/demo --format otlp --endpoint http://collector:4318
+  zbmd diagnose zbmd-runs/train
   zbmd inject zbmd-runs/train --rank 1 --slow 20% --for 60s
   zbmd replay run.zlog --until hang
   zbmd flights --trace flights.json
@@ -52,6 +53,7 @@ COMMANDS: Final = {
     "dashboard": "dashboard.command:add_dashboard",
     "query": "telemetry.commands:add_telemetry",
     "export": "telemetry.commands:add_telemetry",
+    "diagnose": "telemetry.diagnosis.command:add_diagnose",
     "snapshots": "runs.snapshots:add_snapshots",
     "inject": "inject.command:add_inject",
     "sim": "sim.command:add_parser",

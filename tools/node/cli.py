@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zbmd.actors.bootstrap.merge import Bootstrap
     from zbmd.tools.cli.launch_settings import Settings
     from zbmd.tools.node.guard.guards import Guards
+    from zbmd.tools.node.recorder import LaunchRecorder
     from zbmd.tools.node.run import JobCommand
 
 EXAMPLES = """\
@@ -175,21 +176,31 @@ ADDS: Final = {
 
 
 def begun(
-    job: JobCommand, settings: Settings, bootstrap: Bootstrap, variables: Mapping[str, str]
+    job: JobCommand,
+    settings: Settings,
+    bootstrap: Bootstrap,
+    variables: Mapping[str, str],
+    record: LaunchRecorder,
 ) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     """Fork the template of this host's ranks; return what runs them there, to the exit code.
 
-    variables: for the ranks. Call it on the main thread, ahead of any loop; see `fork_template`.
+    variables: for the ranks; record: takes what becomes of them. Call it on the main thread, ahead of any
+    loop; see `fork_template`.
     """
     from zbmd.tools.node.dashboard import opened
 
     dashboard = opened(settings["dashboard"])  # ahead of the fork: ranks have to know where to announce runs
-    running = _forked(job, settings, bootstrap, variables)
+    record.listen()
+    running = _forked(job, settings, bootstrap, variables, record)
     return running if dashboard is None else dashboard.beside(running)
 
 
 def _forked(
-    job: JobCommand, settings: Settings, bootstrap: Bootstrap, variables: Mapping[str, str]
+    job: JobCommand,
+    settings: Settings,
+    bootstrap: Bootstrap,
+    variables: Mapping[str, str],
+    record: LaunchRecorder,
 ) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     from zbmd.actors.bootstrap.merge import Role
     from zbmd.actors.process.early_template import fork_template
@@ -200,11 +211,19 @@ def _forked(
         alone = fork_template(config.preload, os.environ)
         stdin, signals, snapshots_s = settings["stdin"], settings["signals_to_handle"], settings["snapshots"]
         return lambda guards: run_job(
-            config, alone, stdin_rank=stdin, signals=signals, guards=guards, snapshots_s=snapshots_s
+            config,
+            alone,
+            stdin_rank=stdin,
+            signals=signals,
+            guards=guards,
+            snapshots_s=snapshots_s,
+            record=record,
         )
     from zbmd.tools.node import run_many
 
-    plan = run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
+    plan = run_many.NodeRun(
+        job=job, settings=settings, bootstrap=bootstrap, variables=variables, record=record
+    )
     template = fork_template(run_many.preload_of(plan), run_many.local_variables(plan))
     return lambda guards: run_many.run_over_nodes(plan, template, guards)
 
@@ -232,13 +251,11 @@ def fit_to_run() -> bool:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """`zbmd-node run`."""
-    import uvloop
-
     from zbmd.actors.bootstrap.merge import Role
-    from zbmd.actors.process.exit import ending_at_broken_invariant
     from zbmd.tools.cli import launch
     from zbmd.tools.cli.settings import SETTINGS, merge
-    from zbmd.tools.node.run import OWN_JOBS, JobCommand, check, check_own
+    from zbmd.tools.node.recorder import recording
+    from zbmd.tools.node.run import JobCommand
 
     on_line = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
     settings = merge(on_line, os.environ, arguments.config)
@@ -261,6 +278,18 @@ def run_command(arguments: argparse.Namespace) -> int:
     job = JobCommand(
         target=arguments.target, is_module=arguments.module, arguments=tuple(arguments.arguments)
     )
+    with recording(job.words, settings, bootstrap.nodes.most) as record:
+        return _run_recorded(job, settings, bootstrap, record)
+
+
+def _run_recorded(job: JobCommand, settings: Settings, bootstrap: Bootstrap, record: LaunchRecorder) -> int:
+    import uvloop
+
+    from zbmd.actors.bootstrap.merge import Role
+    from zbmd.actors.process.exit import ending_at_broken_invariant
+    from zbmd.tools.cli import launch
+    from zbmd.tools.node.run import OWN_JOBS, check, check_own
+
     check(job, settings)
     if not (job.is_module and job.target in OWN_JOBS):  # which states its own threads
         words = launch.threads_in_words(settings["nproc_per_node"], os.environ)
@@ -270,8 +299,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         check_own(job, settings)
         launch.check_master_port(settings, os.environ)
     if settings["preflight"] and not fit_to_run():
+        record.end("refused", "--preflight found this host not fit", exit_code=REQUEUE_EXIT_CODE)
         return REQUEUE_EXIT_CODE
-    running = begun(job, settings, bootstrap, variables)
+    running = begun(job, settings, bootstrap, variables, record)
     return uvloop.run(ending_at_broken_invariant(running(None)))
 
 

@@ -35,6 +35,7 @@ from zbmd.actors.replay.process_capture import ProcessCapture
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console, Progress, Recovery
 from zbmd.tools.node.dashboard import note_death
+from zbmd.tools.node.recorder import LaunchRecorder
 
 # Reports of a run over several nodes: of this node, of its ranks, and how the job ended.
 
@@ -45,9 +46,11 @@ TOLD_S_MAX: Final = 1.0
 class RunTeller:
     """Tells events in their order, without holding up whoever has them. Use within `telling`."""
 
-    def __init__(self, console: Console, ranks: Callable[[], dict[int, RankInfo]]) -> None:
-        self._console = console
-        self._story = RunNarrator(console, ranks)
+    def __init__(
+        self, console: Console, ranks: Callable[[], dict[int, RankInfo]], record: LaunchRecorder | None = None
+    ) -> None:
+        self._console, self._record = console, record
+        self._story = RunNarrator(console, ranks, record)
         self._events: EventQueue[HostEvent | str] = EventQueue(self._tell)
 
     def say(self, text: str) -> None:
@@ -75,9 +78,14 @@ class RunTeller:
 
     async def over(self, job: Job, capture: ProcessCapture) -> None:
         """Report how the job ended, if it has; the final report. capture: of this process."""
+        if job.outcome is None:
+            return
+        result = with_records(result_of(job, self._events), capture)
+        if self._record is not None:
+            self._record.over(result)
         match job.outcome:
             case Outcome.FAILED:
-                await self._story.failed(with_records(result_of(job, self._events), capture))
+                await self._story.failed(result)
             case Outcome.STOPPED:
                 await self._console.note(f"stopped: {job.reason}")
             case _:
@@ -85,6 +93,8 @@ class RunTeller:
 
     async def _tell(self, event: HostEvent | str) -> None:
         if isinstance(event, str):
+            if self._record is not None:
+                self._record.note(event)
             await self._console.note(event)
         else:
             await self._story.observe(event)
@@ -104,11 +114,13 @@ _CONSEQUENCE = re.compile(
 class RunNarrator:
     """Observer of a host: prints its events, and its end in one paragraph.
 
-    `ranks` gives the ranks as they are now; `console` holds their exit reasons.
+    `ranks` gives the ranks as they are now; `console` holds their exit reasons; `record` takes all of it.
     """
 
-    def __init__(self, console: Console, ranks: Callable[[], dict[int, RankInfo]]) -> None:
-        self._console = console
+    def __init__(
+        self, console: Console, ranks: Callable[[], dict[int, RankInfo]], record: LaunchRecorder | None = None
+    ) -> None:
+        self._console, self._record = console, record
         self._ranks = ranks
         self._first: tuple[RankDown, tuple[str, ...]] | None = None  # failure that is no other's consequence
         self._words_known: set[tuple[str, ...]] = set()  # ranks often fail for one and the same reason
@@ -122,6 +134,8 @@ class RunNarrator:
     async def observe(self, event: HostEvent) -> None:
         """Take one event."""
         note_death(event)
+        if self._record is not None and not isinstance(event, RankDown):
+            self._record.take(event)
         match event:
             case RankDown():
                 await self._down(event)
@@ -183,6 +197,8 @@ class RunNarrator:
         if down.normal and down.next_step != RUN_ENDS:
             self._finished.add(down.rank)
         words = self._console.take_last_words(down.rank, down.incarnation)
+        if self._record is not None:
+            self._record.take(down, words)
         if down.expected and len(words) == 1:  # a paragraph, whatever ended it before it could exit
             self._said_too.append((down.rank, words))
             return

@@ -26,7 +26,12 @@ from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
 from zbmd.actors.cluster.jobs.reports import RunResult
 from zbmd.actors.process.debugger import TERMINAL_VARIABLE, terminal_of_run
 from zbmd.actors.process.early_template import EarlyTemplate
-from zbmd.actors.rank.environment import ARENA_BYTES_MIN, HOST_MEMORY_VARIABLE
+from zbmd.actors.rank.environment import (
+    ARENA_BYTES_MIN,
+    FLIGHTS_DIRECTORY,
+    FLIGHTS_VARIABLE,
+    HOST_MEMORY_VARIABLE,
+)
 from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
 from zbmd.actors.snapshots.client import tag_of
 from zbmd.actors.snapshots.keeper import SnapshotKeeper
@@ -36,6 +41,7 @@ from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunNarrator
+from zbmd.tools.node.recorder import LaunchRecorder
 from zbmd.tools.node.signals import STOP_SIGNALS, forwarded, handling
 from zbmd.transport.clock.deadlines import SECOND_NS, format_duration
 from zbmd.transport.errors import UserError
@@ -76,6 +82,11 @@ class JobCommand:
     target: str
     is_module: bool
     arguments: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return them as they are given to the launcher."""
+        return (*(("-m", self.target) if self.is_module else (self.target,)), *self.arguments)
 
 
 def check(job: JobCommand, settings: Settings) -> None:
@@ -157,7 +168,10 @@ def host_variables(settings: Settings) -> dict[str, str]:
     if (terminal := terminal_of_run()) is not None:
         environment[TERMINAL_VARIABLE] = terminal.path
     if settings["log_dir"] is not None:
-        environment[LOG_DIR_VARIABLE] = str(Path(settings["log_dir"]).absolute())
+        log_dir = Path(settings["log_dir"]).absolute()
+        environment[LOG_DIR_VARIABLE] = str(log_dir)
+        if FLIGHTS_VARIABLE not in os.environ:
+            environment[FLIGHTS_VARIABLE] = str(log_dir / FLIGHTS_DIRECTORY)
     if settings["capture"] is not None:
         environment[CAPTURE_VARIABLE] = str(Path(settings["capture"]).absolute())
         environment[CAPTURE_BULK_VARIABLE] = settings["capture_bulk"].value
@@ -255,15 +269,17 @@ async def run_job(
     signals: Sequence[str] | None = None,
     guards: Guards | None = None,
     snapshots_s: float = 0.0,
+    record: LaunchRecorder | None = None,
 ) -> int:
     """Run the job on this terminal; returns the exit code.
 
     template, stdin_rank: see `Host`; signals: more to forward, by name; guards: the others of this host, all
-    there, where each rank has one; snapshots_s: the time for which its state outlives this process, 0: none.
+    there, where each rank has one; snapshots_s: the time for which its state outlives this process, 0: none;
+    record: takes what becomes of it.
     """
     loop = asyncio.get_running_loop()
     async with Console(hold_last_words=True) as console:
-        story = RunNarrator(console, lambda: host.ranks)
+        story = RunNarrator(console, lambda: host.ranks, record)
         notes: list[asyncio.Task[None]] = []
 
         def note(words: str) -> None:
@@ -316,6 +332,8 @@ async def run_job(
             return 128 + received[0]
         finally:
             await asyncio.gather(*notes)
+        if record is not None:
+            record.over(result)
         return await _ended(console, story, result, received)
 
 

@@ -50,6 +50,7 @@ from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunTeller
+from zbmd.tools.node.recorder import LaunchRecorder
 from zbmd.tools.node.run import (
     MORE_PRELOADS,
     JobCommand,
@@ -77,7 +78,7 @@ STORE_TRY_S: Final = 12.0
 class NodeRun:
     """Task of one node in a run over several. variables: for ranks, as this node sets them.
 
-    on_began: takes the address of this node each time that it begins.
+    on_began: takes the address of this node each time that it begins; record: what becomes of its ranks.
     """
 
     job: JobCommand
@@ -85,6 +86,7 @@ class NodeRun:
     bootstrap: Bootstrap
     variables: Mapping[str, str]
     on_began: Callable[[str], None] | None = None
+    record: LaunchRecorder | None = None
 
     @property
     def patience_ns(self) -> int:
@@ -287,7 +289,7 @@ class _NodeRun(OneJobNode):
         self._guards, self._stops = guards, StopRequests()
         self._signals: Sequence[str] | None = plan.settings["signals_to_handle"]
         self._local = local_variables(plan)
-        self._teller = RunTeller(console, lambda: self.jobs.ranks(spec.job))
+        self._teller = RunTeller(console, lambda: self.jobs.ranks(spec.job), plan.record)
         self._members: tuple[Node, ...] = ()
         self._compared = self._was_stopped = False
         founds = config.founds or (plan.bootstrap.role is Role.STORE and config.new)

@@ -17,6 +17,14 @@ from typing import Any, Final
 
 import msgspec
 
+from zbmd.tools.runs.launches import (
+    HangFound,
+    Launch,
+    LaunchEnded,
+    RankEnded,
+    launch_files,
+    read_launch,
+)
 from zbmd.tools.telemetry.schema import PHASES, SUMMED_COLUMNS, open_database
 from zbmd.tools.telemetry.tail import Lines, Position, new_lines
 from zbmd.training.autograd._spans import CATEGORIES, TRACK_OP, TRACK_STEP
@@ -68,6 +76,12 @@ _ADD_OP: Final = insert(
         *("calls", "execute_ns", "wait_ns", "bytes", "flops"),
     ),
     or_else="REPLACE",
+)
+
+_PUT_EVENT: Final = insert(
+    "events",
+    ("identity", "at_ns", "kind", "rank", "incarnation", "step", "duration_ns", "text"),
+    or_else="REPLACE",  # a launcher knows why a rank died, its peers only when
 )
 
 _PUT_USER_METRIC: Final = insert(
@@ -139,7 +153,8 @@ class RunDatabase:
         paths = sorted((self.directory / PROFILE_DIRECTORY).glob("rank*.jsonl"))
         metrics = self.directory / METRICS_NAME
         of_users = sorted((self.directory / PROFILE_DIRECTORY).glob("rank*.metrics.json"))
-        if not paths and not of_users and not metrics.exists():
+        launches = launch_files(self.directory)
+        if not paths and not of_users and not metrics.exists() and not launches:
             raise UserError(
                 f"{self.directory} holds neither a profile nor {METRICS_NAME}: it is not the directory of a "
                 "run, or the run had ZBMD_PROFILE=off."
@@ -155,6 +170,8 @@ class RunDatabase:
                     self._take_metrics(metrics, lines)
             for path in of_users:
                 self._take_user_metrics(path)
+            for path in launches:
+                self._take_launch(path)
             if spans:
                 for path in sorted((self.directory / PROFILE_DIRECTORY).glob("rank*.spans")):
                     self._take_spans(path)
@@ -354,6 +371,18 @@ class RunDatabase:
             self.connection.executemany(_PUT_USER_METRIC, rows)
             self._read_to(path, Lines([], position, is_new_file=True), None, damaged)
 
+    def _take_launch(self, path: Path) -> None:
+        """Take the record of a launcher, of at most some MiB, if it has changed since it was read."""
+        status = path.stat()
+        if self._source(path)[:2] == (status.st_ino, status.st_mtime_ns):
+            return
+        launch = read_launch(path)
+        rows = [] if launch is None else list(_launch_rows(launch))
+        with self._transaction():
+            self.connection.executemany(_PUT_EVENT, rows)
+            position = Position(status.st_ino, status.st_mtime_ns)
+            self._read_to(path, Lines([], position, is_new_file=False), None, 0)
+
     def _take_spans(self, path: Path) -> None:
         spans = read_ring(path)
         run = spans.run
@@ -455,6 +484,31 @@ class RunDatabase:
             self.connection.execute("ROLLBACK")
             raise
         self.connection.execute("COMMIT")
+
+
+def _launch_rows(launch: Launch) -> Iterator[Row]:
+    """Yield rows of `events`: deaths with their causes, hangs, and how the launch ended."""
+    name = f"{launch.began.host} {launch.began.unix_ns}"
+    for line in launch.lines:
+        rank: int | None
+        number: int | None
+        match line:
+            case RankEnded() if not line.normal and not line.expected:
+                identity = f"death {line.rank}#{line.incarnation}"
+                said = f": {line.words[-1]}" if line.words and line.code > 0 else ""
+                text = f"rank {line.rank} died: {line.reason}{said}"
+                kind, rank, number = "death", line.rank, line.incarnation
+            case HangFound():
+                kind = "hang_over" if line.over else "hang"
+                identity, text = f"{kind} {name} {line.at_ns}", line.text
+                rank, number = next(iter(line.ranks), None), None
+            case LaunchEnded():
+                identity, kind, rank, number = f"end {name}", "end", None, None
+                why = f": {line.reason}" if line.reason else ""
+                text = f"{line.outcome}, exit code {line.exit_code}{why}"
+            case _:
+                continue
+        yield (identity, line.at_ns + launch.shift_ns, kind, rank, number, line.step, None, text)
 
 
 def _of_series(one: SeriesLine) -> Row:

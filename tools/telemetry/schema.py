@@ -110,7 +110,8 @@ CREATE TABLE gpu_timeline (  -- spans of a rank's steps and operations, on whate
 CREATE TABLE events (
     identity TEXT PRIMARY KEY,  -- several ranks notice one death
     at_ns INTEGER NOT NULL,
-    kind TEXT NOT NULL,  -- start, death, cut, recovered, straggler, straggler_over, lost_lines
+    kind TEXT NOT NULL,  -- start, death, cut, recovered, straggler, straggler_over, hang, hang_over, end,
+    -- lost_lines
     rank INTEGER,
     incarnation INTEGER,
     step INTEGER,

@@ -23,6 +23,10 @@ from zbmd.training.model.tensor_parallel import ParallelGPT
 from zbmd.transport.errors import LocalProtocolError, PeerLost, UserError
 
 
+class WrongWorldSize(UserError):
+    """The job has another number of ranks than what it was asked to do needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeshGroups:
     """This rank's groups along the axes of a mesh; None for an axis of one rank, unless one was asked for.
@@ -48,7 +52,7 @@ class MeshGroups:
         """
         require_axes(mesh)
         if mesh.world_size != world.size:
-            raise UserError(f"the mesh {mesh} has {mesh.world_size} ranks, and there are {world.size}.")
+            raise WrongWorldSize(f"the mesh {mesh} has {mesh.world_size} ranks, and there are {world.size}.")
         made = dict[tuple[str, ...], Group | None]()
         try:
             wanted = [mesh.data_axes, (PIPELINE_AXIS,), (TENSOR_AXIS,), *((axis,) for axis in mesh.data_axes)]
@@ -184,13 +188,13 @@ class Mesh:
         given = math.prod(size for size in sizes.values() if size != -1)
         if open_axes:
             if world_size % given:
-                raise UserError(
+                raise WrongWorldSize(
                     f"{_spelled(sizes)} does not divide {world_size} ranks: start a multiple of {given} "
                     f"of them, such as {_next_multiple(world_size, given)}."
                 )
             sizes = {**sizes, open_axes[0]: world_size // given}
         elif given != world_size:
-            raise UserError(
+            raise WrongWorldSize(
                 f"a mesh of {_spelled(sizes)} has {given} ranks, and there are {world_size}: start {given} "
                 "of them, or change a size (-1 infers it)."
             )

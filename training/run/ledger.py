@@ -480,9 +480,13 @@ def locked(path: Path, kind: int) -> int | None:
     return lock
 
 
+class DirectoryTaken(UserError):
+    """The directory holds another run, or one is under way there."""
+
+
 def under_way(directory: Path) -> UserError:
     """Return the error of a run in a directory that another one has."""
-    return UserError(
+    return DirectoryTaken(
         f"a run is under way in {directory}, so it is not overwritten: stop it first, or give this run a "
         "directory of its own with --out."
     )
@@ -527,7 +531,7 @@ def require_no_log(path: Path) -> None:
 
 
 def _of_another_run(path: Path, header: LogHeader) -> UserError:
-    return UserError(
+    return DirectoryTaken(
         f"{path} belongs to another run ({header.run_id}, seed {header.seed}). Give this run a directory of "
         "its own with --out, continue that run with --resume, or remove its files with --overwrite on."
     )

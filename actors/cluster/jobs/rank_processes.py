@@ -94,6 +94,7 @@ class RankProcess:
             confirmed_ns=self.confirmed_ns,
             tail=self.tail,
             next_step=next_step,
+            cause=self.cause,
         )
 
     def _debugging(self, is_on: bool) -> None:

@@ -34,7 +34,8 @@ class RankDown:
     confirmed_ns: the kernel reported its end; code: its exit code, or minus the signal that ended it;
     normal: exit code 0; no_memory: the kernel ended it for want of memory, as `reason` says; expected: it
     ended because it was asked to; tail: the last lines of its standard
-    error; next_step: what follows from it, in words.
+    error; next_step: what follows from it, in words; cause: of the exception that ended it, see
+    `zbmd.actors.process.exit.cause_of`.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankDown:
     tail: tuple[str, ...]
     next_step: str
     no_memory: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

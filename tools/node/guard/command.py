@@ -39,6 +39,7 @@ from zbmd.tools.node.cli import begun
 from zbmd.tools.node.dashboard import opened
 from zbmd.tools.node.guard.guards import Guards, follow
 from zbmd.tools.node.guard.messages import address_of_guards
+from zbmd.tools.node.recorder import LaunchRecorder, recording
 from zbmd.tools.node.run import JobCommand, check
 from zbmd.tools.node.run_many import NodeRun
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
@@ -251,24 +252,34 @@ def supervise(job: JobCommand, settings: Settings, where: Place) -> int:
     bootstrap = bootstrap_of(where.variables, stated(settings))
     for note in bootstrap.notes if bootstrap.role is not Role.ALONE else ():
         print(f"{PROGRAM}: {note}", file=sys.stderr)
+    with recording(job.words, settings, bootstrap.nodes.most) as record:
+        return _supervise(job, settings, where, bootstrap, record)
+
+
+def _supervise(
+    job: JobCommand, settings: Settings, where: Place, bootstrap: Bootstrap, record: LaunchRecorder
+) -> int:
     check(job, settings)
     print(f"{PROGRAM}: {launch.threads_in_words(where.place.count, where.variables)}", file=sys.stderr)
-    running = _begun(job, settings, bootstrap, where)
+    running = _begun(job, settings, bootstrap, where, record)
     address, patience_s = address_of_guards(where.variables), float(settings["join_timeout"])
     guarded = _guarded(running, address, where.place.count, patience_s)
     return uvloop.run(ending_at_broken_invariant(guarded))
 
 
 def _begun(
-    job: JobCommand, settings: Settings, bootstrap: Bootstrap, where: Place
+    job: JobCommand, settings: Settings, bootstrap: Bootstrap, where: Place, record: LaunchRecorder
 ) -> Callable[[Guards], Coroutine[Any, Any, int]]:
     """See `begun`. Guards of several hosts meet in torchrun's store, if there is one."""
     variables = variables_of_ranks(settings, where.variables)
     if bootstrap.role is Role.ALONE or not has_store(where.variables):
-        return begun(job, settings, bootstrap, variables)
+        return begun(job, settings, bootstrap, variables, record)
     dashboard = opened(settings["dashboard"])
+    record.listen()
     cookie_fd = make_cookie_file()
-    plan = run_many.NodeRun(job=job, settings=settings, bootstrap=bootstrap, variables=variables)
+    plan = run_many.NodeRun(
+        job=job, settings=settings, bootstrap=bootstrap, variables=variables, record=record
+    )
     template = fork_template(run_many.preload_of(plan), run_many.local_variables(plan))
 
     async def running(guards: Guards) -> int:

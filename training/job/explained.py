@@ -27,6 +27,14 @@ Places: TypeAlias = tuple[Path | str, ...]
 """Directories and URLs that may have checkpoints of a run; empty ones have none."""
 
 
+class Diverged(UserError):
+    """A gradient was not finite: training cannot go on from there."""
+
+
+class ShortOfMemory(UserError):
+    """A rank has too little memory for what it was asked to do."""
+
+
 @contextlib.contextmanager
 def errors_explained(
     out: Path, checkpoint_to: str, launched: RankEnvironment | None, *, memory: str
@@ -40,13 +48,13 @@ def errors_explained(
     try:
         yield
     except TrainingDiverged as error:
-        raise UserError(str(error)) from error
+        raise Diverged(str(error)) from error
     except StepOutOfMemory as error:
         raise_for(error, out, places, launched)
     except (OutOfMemory, MemoryError) as error:
-        raise UserError(f"{memory}: {error}") from error
+        raise ShortOfMemory(f"{memory}: {error}") from error
     except DiskFull as error:
-        raise UserError(_to_continue(error, places, otherwise="free some space and start again")) from error
+        raise DiskFull(_to_continue(error, places, otherwise="free some space and start again")) from error
     except StepFailed as error:
         raise UserError(_to_continue(error, places)) from error
 

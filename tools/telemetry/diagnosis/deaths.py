@@ -23,7 +23,7 @@ _PLACES_TEXT: Final = re.compile(r"places (\d+) and (\d+) hold the same state")
 _MEMORY_KINDS: Final = frozenset(
     {
         *("MemoryError", "_ArrayMemoryError", "OutOfMemory", "ArenaFull", "StepOutOfMemory"),
-        *("OutOfMemoryError", "OutOfDeviceMemory"),
+        *("OutOfMemoryError", "OutOfDeviceMemory", "ShortOfMemory"),
     }
 )
 _CRASHES: Final = frozenset(
@@ -236,7 +236,7 @@ def _diverged(_: Death, failure: Failure, __: Sequence[Death]) -> Classified | N
         found = _PLACES_TEXT.search(failure.message)
         pair = () if found is None else (int(found[1]), int(found[2]))
         return Cause.BITS, 0.95, pair, f"ranks hold different bits of one state: {_short(failure.message)}"
-    if failure.kind in ("TrainingDiverged", "FloatingPointError") or (
+    if failure.kind in ("TrainingDiverged", "Diverged", "FloatingPointError") or (
         failure.kind == "ZbmdError" and _NOT_FINITE.search(failure.message)
     ):
         told = _RANK_TEXT.search(failure.message)

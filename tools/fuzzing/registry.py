@@ -136,12 +136,17 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "tools/replay/story.py": ("replay.command",),
     "tools/replay/trace.py": ("replay.command",),
     "tools/runs/result.py": ("result",),
+    "tools/runs/launches.py": ("launches.lines",),
+    "tools/telemetry/diagnosis/evidence.py": ("diagnosis.text",),
+    "tools/telemetry/diagnosis/deaths.py": ("diagnosis.text",),
+    "tools/telemetry/diagnosis/log_text.py": ("diagnosis.text",),
     "tools/cli/settings.py": ("settings.toml", "options"),
 }
 """Module to the targets that reach what it decodes."""
 
 EXEMPT: Final[Mapping[str, str]] = {
     "tools/runs/snapshots.py": "reads the recipe that the run has written",
+    "tools/lab/faults/corpus.py": "reads results that it has written",
     "tools/dashboard/queries.py": "reads JSON that ingest.py has written into the database",
     "tools/telemetry/measures.py": "reads JSON that ingest.py has written into the database",
     "tools/telemetry/ingest.py": "reads records of a run; test_database.py gives it damaged ones",

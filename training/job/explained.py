@@ -96,7 +96,7 @@ def raise_for(
     where checkpoints may be.
     """
     if launched is None:
-        raise UserError(_to_continue(error, places)) from error
+        raise ShortOfMemory(_to_continue(error, places)) from error
     path = out / f"out-of-memory-{launched.rank}.json"
     before = read_note(path)
     is_again = (
@@ -111,7 +111,7 @@ def raise_for(
             f"{error} It was replaced for this before, at step {before.step}, and its replacement has no "
             "more memory, so the run ends"
         )
-        raise UserError(_to_continue(what, places)) from error
+        raise ShortOfMemory(_to_continue(what, places)) from error
     note = ShortNote(job=launched.job, rank=launched.rank, incarnation=launched.incarnation, step=error.step)
     data = msgspec.json.encode(note)
     with contextlib.suppress(UserError):  # then its supervisor's bound on restarts ends the job

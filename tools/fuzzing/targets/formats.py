@@ -11,6 +11,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from zbmd.tools.fuzzing.target import Broken, as_file, file_target, target
+from zbmd.tools.runs.launches import LAUNCH_DECODER
+from zbmd.tools.telemetry.diagnosis.findings import as_text
+from zbmd.tools.telemetry.diagnosis.log_text import evidence_in
+from zbmd.tools.telemetry.diagnosis.rules import diagnose
 from zbmd.training.checkpoint.formats.safetensors_folder import SafetensorsFile
 from zbmd.training.checkpoint.formats.tensors import Meta, Tensor, decode_meta, encode_meta
 from zbmd.training.model.hugging_face import INDEX_NAME, WEIGHTS_NAME, read_index
@@ -71,6 +75,37 @@ def _kernel(data: bytes) -> None:
 )
 def _announcements(data: bytes) -> None:
     read_announcements(data)
+
+
+@target(
+    "launches.lines",
+    "the record of a launch",
+    lambda: (
+        b'{"kind":"rank","at_ns":1,"rank":0,"incarnation":1,"pid":9}',
+        b'{"kind":"note","at_ns":1,"text":"node b is lost"}',
+        b'{"kind":"end","at_ns":3,"outcome":"failed","reason":"r","exit_code":1}',
+    ),
+)
+def _launch(data: bytes) -> None:
+    with contextlib.suppress(ValueError, RecursionError):
+        LAUNCH_DECODER.decode(data)
+
+
+@target(
+    "diagnosis.text",
+    "what a launcher has printed, which is diagnosed",
+    lambda: (
+        b'[rank1]: Traceback (most recent call last):\n[rank1]:   File "a.py", line 3, in f\n'
+        b"[rank1]: ValueError: bad\n[zbmd]: the run failed: rank1 failed: exit code 1; on-loss is stop. "
+        b"The first failure was rank 1's: exit code 1: ValueError: bad. Its traceback is above.\n",
+        b"[zbmd]: no progress: rank 1 never entered all_reduce #9; rank1 is at a.py:3 in f; it ends\n"
+        b"[zbmd]:    a.py:3 in f\n[zbmd]: the run failed: The first failure was rank 0's: killed (SIGBUS)\n",
+    ),
+)
+def _printed(data: bytes) -> None:
+    found = evidence_in(data.decode(errors="replace").splitlines(), "fuzzed")
+    if found is not None and not as_text(diagnose(found)):
+        raise Broken("nothing is said")
 
 
 @target(

@@ -26,13 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="KINDS", help="with commas between them (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep directories of cases that were right, too")
+    parser.add_argument("--again", action="store_true", help="run nothing: diagnose kept cases again")
     arguments = parser.parse_args(argv)
     default_to_one_thread()
-    from zbmd.tools.lab.faults.corpus import kinds_here, read_results, run_corpus, table
+    from zbmd.tools.lab.faults.corpus import judge_again, kinds_here, read_results, run_corpus, table
 
-    names = tuple(filter(None, arguments.only.split(",")))
-    seeds = range(arguments.seeds)
-    path = run_corpus(arguments.out, kinds_here(names), seeds, jobs=arguments.jobs, keep=arguments.keep)
+    kinds, seeds = kinds_here(tuple(filter(None, arguments.only.split(",")))), range(arguments.seeds)
+    if arguments.again:
+        path = judge_again(arguments.out)
+    else:
+        path = run_corpus(arguments.out, kinds, seeds, jobs=arguments.jobs, keep=arguments.keep)
     results = read_results(path)
     print("\n".join(table(results)))
     return 0 if sum(one.right for one in results) >= RIGHT_MIN * len(results) else 1

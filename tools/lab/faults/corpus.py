@@ -19,6 +19,7 @@ from zbmd.tools.telemetry.diagnosis.findings import Diagnosis
 from zbmd.tools.telemetry.diagnosis.readers import evidence_of
 from zbmd.tools.telemetry.diagnosis.rules import diagnose
 from zbmd.transport.errors import ZbmdError
+from zbmd.transport.host.files import write_atomically
 
 HEALTHY = "none"
 """In the place of a cause, where there is none."""
@@ -118,6 +119,21 @@ def run_corpus(out: Path, kinds: Sequence[Kind], seeds: Iterable[int], *, jobs: 
         workers.append(pid)
     for pid in workers:
         os.waitpid(pid, 0)
+    return path
+
+
+def judge_again(out: Path) -> Path:
+    """Diagnose each case again whose directory is kept, and write the results anew; return their file."""
+    path = out / "results.jsonl"
+    results = list[CaseResult]()
+    for one in read_results(path):
+        kind, directory = KINDS.get(one.kind), out / f"{one.kind}-{one.seed}"
+        if kind is None or not (directory / kind.target).exists():
+            results.append(one)
+            continue
+        found = diagnose(evidence_of(str(directory / kind.target)))
+        results.append(_judged(kind, drawn(kind, one.seed, directory), found, "", one.seconds))
+    write_atomically(path, lambda file: file.writelines(msgspec.json.encode(one) + b"\n" for one in results))
     return path
 
 

@@ -88,19 +88,7 @@ def _script(drawn: Drawn, program: Path) -> str:
 
 
 def _options(drawn: Drawn) -> tuple[str, ...]:
-    hangs = ("--progress-deadline", "1s", "--on-hang", "stop")
-    return (
-        "run",
-        "-n",
-        str(drawn.ranks),
-        "--log-dir",
-        "logs",
-        "--on-loss",
-        "stop",
-        "--stop-grace",
-        "1s",
-        *hangs,
-    )
+    return ("run", "-n", str(drawn.ranks), "--log-dir", "logs", "--on-loss", "stop", "--stop-grace", "1s")
 
 
 def _group(drawn: Drawn) -> None:
@@ -108,9 +96,18 @@ def _group(drawn: Drawn) -> None:
         job.end(END_S)
 
 
+def _hang(drawn: Drawn) -> None:
+    """As `_group`, until the hang is reported; then end the job as its user would."""
+    options = (*_options(drawn), "--progress-deadline", "1s")
+    told = "a deadlock" if drawn.kind == "deadlock" else rf"rank ?{drawn.who}\b"
+    with launched(drawn.directory, (*options, _script(drawn, GROUP), *drawn.arguments)) as job:
+        job.until(rf"no progress: .*{told}", END_S)
+        os.kill(job.pid, signal.SIGTERM)
+        job.end(END_S)
+
+
 def _oom(drawn: Drawn) -> None:
-    options = ("run", "-n", str(drawn.ranks), "--log-dir", "logs", "--on-loss", "stop")
-    argv = (*options, _script(drawn, GROUP), *drawn.arguments)
+    argv = (*_options(drawn), _script(drawn, GROUP), *drawn.arguments)
     with (
         memory_limit(drawn.directory.name) as enter,
         launched(drawn.directory, argv, enter=enter) as job,
@@ -231,11 +228,11 @@ KINDS: Final = {
         Kind("memory", Cause.MEMORY, _group, line="memory"),
         Kind("oom", Cause.MEMORY, _oom),
         Kind("exited", Cause.EXITED, _group),
-        Kind("busy", Cause.BUSY, _group, line="busy"),
-        Kind("lock", Cause.LOCK, _group, line="lock"),
-        Kind("wait", Cause.WAIT, _group, line="wait"),
-        Kind("stopped", Cause.STOPPED, _group),
-        Kind("deadlock", Cause.DEADLOCK, _group, names=False),
+        Kind("busy", Cause.BUSY, _hang, line="busy"),
+        Kind("lock", Cause.LOCK, _hang, line="lock"),
+        Kind("wait", Cause.WAIT, _hang, line="wait"),
+        Kind("stopped", Cause.STOPPED, _hang),
+        Kind("deadlock", Cause.DEADLOCK, _hang, names=False),
         Kind("skipped", Cause.LEFT, _group),
         Kind("shape", Cause.SHAPE, _group, line="shape", ranks=(3, 3)),
         Kind("dtype", Cause.DTYPE, _group, line="dtype", ranks=(3, 3)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import select
 import signal
 import sys
@@ -34,12 +35,12 @@ class Launched:
         self._pidfd = os.pidfd_open(pid)
         self.code: int | None = None
 
-    def until(self, text: str, seconds: float) -> None:
-        """Wait until it, or one of its ranks, has printed `text`. Raises `TimeoutError`."""
+    def until(self, pattern: str, seconds: float) -> None:
+        """Wait until it, or one of its ranks, has printed what matches. Raises `TimeoutError`."""
         end_s = time.monotonic() + seconds
-        while text not in self.printed.read_text(errors="replace"):
+        while re.search(pattern, self.printed.read_text(errors="replace")) is None:
             if time.monotonic() > end_s or select.select([self._pidfd], [], [], LOOK_S)[0]:
-                raise TimeoutError(f"{self.printed} has no {text!r}:\n{self.printed.read_text()[-2000:]}")
+                raise TimeoutError(f"{self.printed} has no {pattern!r}:\n{self.printed.read_text()[-2000:]}")
 
     def end(self, seconds: float) -> int:
         """Wait for its end, and return its exit code, or minus the signal. One that takes longer is killed.

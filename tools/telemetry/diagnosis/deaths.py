@@ -16,10 +16,12 @@ CONSEQUENCES: Final = frozenset(
 )
 """Exceptions that another rank's end, or a request to end, has."""
 _TOLD: Final = re.compile(r"\b(PeerLost|MembersLost|OperationAborted): |\bpeer (?:rank)?\d+ lost\b")
-_CLOSED: Final = re.compile(r"rank (\d+) closed the group; (.+?) waits for it")
-_CALL: Final = re.compile(r"rank (\d+) called ((\w+)\(([^\[\]()]+)\[(\d+)\], (\w+), root=(\d+)\))")
-_RANK_TEXT: Final = re.compile(r"\brank (\d+)\b")
-_PLACES_TEXT: Final = re.compile(r"places (\d+) and (\d+) hold the same state")
+_CLOSED: Final = re.compile(r"rank (\d{1,9}) closed the group; (.+?) waits for it")
+_CALL: Final = re.compile(
+    r"rank (\d{1,9}) called ((\w+)\(([^\[\]()]+)\[(\d{1,18})\], (\w+), root=(\d{1,9})\))"
+)
+_RANK_TEXT: Final = re.compile(r"\brank (\d{1,9})\b")
+_PLACES_TEXT: Final = re.compile(r"places (\d{1,9}) and (\d{1,9}) hold the same state")
 _MEMORY_KINDS: Final = frozenset(
     {
         *("MemoryError", "_ArrayMemoryError", "OutOfMemory", "ArenaFull", "StepOutOfMemory"),
@@ -29,6 +31,7 @@ _MEMORY_KINDS: Final = frozenset(
 _CRASHES: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
 )
+_MISMATCHES: Final = frozenset({Cause.ORDER, Cause.SHAPE, Cause.DTYPE, Cause.ROOT})
 _IMPORTS: Final = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"})
 _NO_SPACE: Final = re.compile(r"\[Errno (28|122|27)\]|No space left on device|quota exceeded", re.IGNORECASE)
 _NO_ADDRESS: Final = re.compile(r"\[Errno 98\]|[Aa]ddress already in use|port is in use")
@@ -101,12 +104,12 @@ def finding_of(death: Death, batch: Sequence[Death]) -> Finding:
     if death.step is not None:
         evidence.append(f"the last committed step was {death.step}")
     same = sorted({one.rank for one in batch if one is not death and _is_same(one, death)})
-    if same:
+    if same and cause not in _MISMATCHES:
         evidence.append(f"the same on {named(same)}")
     return Finding(
         cause=cause,
         summary=summary,
-        ranks=tuple(sorted({*ranks, *(same if ranks == (death.rank,) else ())})),
+        ranks=tuple(sorted({*ranks, *(same if ranks and cause not in _MISMATCHES else ())})),
         place="" if place is None else str(place),
         step=death.step,
         at_ns=death.at_ns,

@@ -12,10 +12,10 @@ LIBRARIES: Final = re.compile(
     r"|(^|/)(src/)?zbmd/(transport|actors|collectives|training|tools|__init__|\w+\.py$)|/bin/(zbmd|zbmd-node|python)"
 )
 """Files that are not the user's, by their paths on whatever host."""
-_FRAME: Final = re.compile(r'^[\s|+-]*File "(.+)", line (\d+)(?:, in (.+))?$')
+_FRAME: Final = re.compile(r'^[\s|+-]*File "(.+)", line (\d{1,9})(?:, in (.+))?$')
 _ERROR: Final = re.compile(r"^[\s|+-]*((?:[A-Za-z_]\w*\.)*_*[A-Z]\w*)(?:: (.*))?$")
-_PLACE: Final = re.compile(r"^(.+):(\d+)(?: in (.+))?$")
-_CAUSE: Final = re.compile(r"^(\w+)(?: at (.+):(\d+))?$")
+_PLACE: Final = re.compile(r"^(.+):(\d{1,9})(?: in (.+))?$")
+_CAUSE: Final = re.compile(r"^(\w+)(?: at (.+):(\d{1,9}))?$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ LOG_BYTES_MAX: Final = 64 << 20
 """Of a longer file the end is read."""
 LINES_KEPT_MAX: Final = 4000
 """Of each rank."""
-_LINE: Final = re.compile(r"^(?:.*?)\[(rank(\d+)|zbmd)\]: ?(.*)$")
+_LINE: Final = re.compile(r"^(?:.*?)\[(rank(\d{1,9})|zbmd)\]: ?(.*)$")
 _LAUNCHER: Final = re.compile(r"^zbmd-node: (.+)$")
-_FAILED: Final = re.compile(r"^rank (\d+) \(pid (\d+), incarnation (\d+)\) failed: (.+)$")
-_FIRST: Final = re.compile(r"The first failure was rank (\d+)'s: (.+)$")
-_REASON: Final = re.compile(r"(exit code (\d+)|killed \((SIG\w+)\))(.*)")
-_NAMED: Final = re.compile(r"\branks? (\d+)\b(?! (?:waits|wait))|\brank(\d+)\b")
+_FAILED: Final = re.compile(r"^rank (\d{1,9}) \(pid (\d+), incarnation (\d{1,9})\) failed: (.+)$")
+_FIRST: Final = re.compile(r"The first failure was rank (\d{1,9})'s: (.+)$")
+_REASON: Final = re.compile(r"(exit code (\d{1,9})|killed \((SIG\w+)\))(.*)")
+_NAMED: Final = re.compile(r"\branks? (\d{1,9})\b(?! (?:waits|wait))|\brank(\d{1,9})\b")
+_SIGNALS: Final = {number.name: int(number) for number in signal.Signals}
 _NOTE: Final = re.compile(r"^zbmd-node: \d+ ranks? with ")
 
 
@@ -32,9 +33,17 @@ def read_log_text(path: Path) -> Evidence:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    found = evidence_in(lines, str(path))
+    if found is None:
+        raise UserError(f"{path} has no line of zbmd-node run ([zbmd]: …): give what a launcher has printed.")
+    return found
+
+
+def evidence_in(lines: list[str], source: str) -> Evidence | None:
+    """Return the evidence in lines of a launcher's output; None if there are none of them."""
     said, own, refused = _sorted_out(lines)
     if not said and not own and refused is None:
-        raise UserError(f"{path} has no line of zbmd-node run ([zbmd]: …): give what a launcher has printed.")
+        return None
     hangs, deaths, end = _hangs(own), list[Death](), ""
     for number, text in enumerate(own):
         if (failed := _FAILED.match(text)) is not None:
@@ -55,7 +64,7 @@ def read_log_text(path: Path) -> Evidence:
     launcher = Launcher(
         host="", pid=0, command="", began_ns=0, last_ns=0, outcome=outcome, reason=reason, exit_code=1
     )
-    return Evidence(launchers=(launcher,), deaths=tuple(deaths), hangs=tuple(hangs), sources=(str(path),))
+    return Evidence(launchers=(launcher,), deaths=tuple(deaths), hangs=tuple(hangs), sources=(source,))
 
 
 def _sorted_out(lines: list[str]) -> tuple[dict[int, list[str]], list[str], str | None]:
@@ -84,7 +93,7 @@ def _death(
     expected: bool = False,
 ) -> Death:
     found = _REASON.search(reason)
-    code = 1 if found is None else int(found[2]) if found[2] else -int(signal.Signals[found[3]])
+    code = 1 if found is None else int(found[2]) if found[2] else -_SIGNALS.get(found[3], 1)
     words = tuple(said.get(rank, ()))
     if code > 0 and failure_of(words) is None and found is not None and found[4].startswith(": "):
         words = ("Traceback (most recent call last):", found[4][2:].split("; ")[0])

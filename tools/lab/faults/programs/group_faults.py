@@ -118,7 +118,7 @@ async def one_group(worker: Any, group: Any) -> None:
             data = np.ones(SIZE, np.float64)
         elif here and FAULT == "order":
             await group.broadcast(data, root=0)  # FAULT order
-        elif here and FAULT not in ("import", "none", "launcher"):
+        elif here and FAULT not in ("import", "none", "launcher", "deadlock"):
             break_off(FAULT)
         await group.all_reduce(data)  # FAULT shape dtype skipped
         if FAULT == "launcher" and step == STEP:

@@ -1,0 +1,78 @@
+"""Faults that are injected into real launches, and their diagnoses: a small part of the corpus."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from programs import PROGRAMS
+
+from zbmd.tools.lab.faults.corpus import read_results, table
+from zbmd.tools.lab.faults.kinds import KINDS
+
+if TYPE_CHECKING:
+    from support.processes.launcher import Launcher
+
+CHEAP = ("exception", "crashed", "memory", "lock", "stopped", "skipped", "shape", "bits", "slow-data", "none")
+LIMIT_S = 400.0
+
+
+def test_one_of_each_cheap_kind_has_the_right_root(tmp_path: Path) -> None:
+    out = tmp_path / "faults"
+    command = [
+        sys.executable,
+        "-m",
+        "zbmd.tools.lab.faults",
+        "--out",
+        str(out),
+        "--seeds",
+        "1",
+        "--jobs",
+        "2",
+    ]
+    ended = subprocess.run(
+        [*command, "--only", ",".join(CHEAP)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    results = read_results(out / "results.jsonl")
+    assert sorted(one.kind for one in results) == sorted(CHEAP), ended.stderr
+    wrong = [one for one in results if not one.right or one.line_right is False]
+    assert not wrong and ended.returncode == 0, (wrong, ended.stderr)
+    assert len(table(results)) == len(CHEAP) + 3
+
+
+def test_a_run_directory_a_log_and_the_latest_launch_say_the_same(
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from zbmd.tools.entry import zbmd as cli
+
+    logs = launcher.path / "logs" if hasattr(launcher, "path") else tmp_path / "logs"
+    script = str(PROGRAMS / "node" / "ends_early.py")
+    ended = launcher.run("run", "-n", "2", "--on-loss", "stop", "--log-dir", str(logs), script, "waits")
+    assert ended.code == 1, ended
+    printed = tmp_path / "printed.log"
+    printed.write_text("\n".join([*ended.out, *ended.errors]))
+    for target in (str(logs), str(printed)):
+        capsys.readouterr()
+        assert cli.main(["diagnose", target, "--json"]) == 1
+        root = json.loads(capsys.readouterr().out)["root"]
+        assert (root["cause"], root["ranks"]) == ("collective-skipped", [0]), root
+
+
+def test_what_is_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from zbmd.tools.entry import zbmd as cli
+
+    (tmp_path / "notes.txt").write_text("nothing of zbmd\n")
+    for target in (tmp_path, tmp_path / "notes.txt", tmp_path / "absent"):
+        assert cli.main(["diagnose", str(target)]) == 2
+        assert "give" in capsys.readouterr().err
+
+
+def test_each_kind_that_has_a_line_marks_it() -> None:
+    from zbmd.tools.lab.faults.kinds import marked_lines
+
+    assert len(KINDS) >= 20
+    assert all(marked_lines(kind.program, kind.line) for kind in KINDS.values() if kind.line)

@@ -76,6 +76,28 @@ def widened(array: Array) -> Array:
     return wide
 
 
+def bfloat16() -> np.dtype[Any]:
+    """Return the dtype. Raises `UserError` if ml_dtypes is missing."""
+    try:
+        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    except ImportError as error:
+        raise UserError("bfloat16 needs ml_dtypes: pip install 'zbmd[bfloat16]'.") from error
+
+
+def computing_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of computations, masters and moments if weights are stored as `stored`."""
+    return np.dtype(np.float32) if stored.itemsize == 2 else stored
+
+
+def room_like(array: Array) -> Array:
+    """Return an array like `array` to compute in: float32 for 16-bit floats; its contents are undefined."""
+    room = getattr(array, "room", None)  # a device's own arrays
+    if room is not None:
+        made: Array = room(computing_dtype(array.dtype))
+        return made
+    return widened(array) if is_narrow(array) else array.copy()
+
+
 def to_host(array: Array) -> npt.NDArray[Any]:
     """Return `array` in host memory: itself if it is a numpy array, otherwise a copy."""
     download = getattr(array, "get", None)  # cupy's; numpy arrays have none

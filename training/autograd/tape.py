@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from zbmd.training.autograd import spans
-from zbmd.training.autograd.array_module import Array, is_narrow, widened
+from zbmd.training.autograd.array_module import Array, is_narrow, room_like, widened
 from zbmd.training.autograd.non_finite_probe import NonFiniteProbe, ProbePoint, active_probe
 from zbmd.training.autograd.op_watch import OpWatch, active_watch
 from zbmd.transport.errors import LocalProtocolError
@@ -116,7 +116,7 @@ class Parameter:
         """Return an uninitialised array like `data`."""
         if self.grad is None:
             raise LocalProtocolError(f"parameter {self.index} got an unexpected gradient")
-        return widened(self.grad) if is_narrow(self.grad) else self.grad.copy()
+        return room_like(self.grad)
 
     def _take(self, write: Callable[[Array], object]) -> None:
         if self.grad is None or self.uses_left == 0:
@@ -227,7 +227,7 @@ class Tape:
         """
         if not self._nodes:
             raise LocalProtocolError("the tape is empty, or was played before")
-        self.play(loss, self.xp.ones_like(loss.data) * loss.data.dtype.type(scale))
+        self.play(loss, self.xp.full_like(loss.data, scale))
         self.check_whole()
 
     def check_whole(self) -> None:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from zbmd.training import ops
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, computing_dtype
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlot
 from zbmd.training.autograd.rng import Noise, Purpose, stream
 from zbmd.training.autograd.tape import GradReady, Parameter, Tape, Tensor
@@ -89,6 +90,13 @@ class Operators:
     add: Operator = ops.add
     cross_entropy: Operator = ops.cross_entropy
 
+    @classmethod
+    def of(cls, source: Any, config: GPTConfig) -> Operators:
+        """Return those of `source`, a module or an object with the functions of `zbmd.training.ops`."""
+        activation = {"relu2": "squared_relu", "gelu": "gelu"}[config.activation]
+        names = {one.name: one.name for one in fields(cls)} | {"activation": activation}
+        return cls(**{name: getattr(source, found) for name, found in names.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -118,9 +126,9 @@ class GPT:
         self.recompute = recompute
         self.xp = xp
         self.layout = ParameterLayout.of(parameter_shapes(config))
-        self.operators = Operators(
-            activation={"relu2": ops.squared_relu, "gelu": ops.gelu}[config.activation]
-        )
+        self._ops: Any = getattr(xp, "operators_of_device", ops)
+        """The ops by their names in `zbmd.training.ops`; a device has its own."""
+        self.operators = Operators.of(self._ops, config)
         self.distance_bias = self._distance_bias(np.float32)
         """The relative positions, (heads, context): see `ops.causal_distance_bias`."""
         self.computed_by: UnitRunner | None = None
@@ -349,19 +357,24 @@ class GPT:
         if len(tables) == 1:
             return embedded
         samples, length = batch.inputs.shape
+        added: Operator = self._ops.add
+        embedding: Operator = self._ops.embedding
         places = self.xp.tile(self.xp.arange(batch.offset, batch.offset + length), samples)
-        return ops.add(tape, embedded, ops.embedding(tape, places, tables[1]))
+        return added(tape, embedded, embedding(tape, places, tables[1]))
 
     def _norm(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
-        return (
-            self.operators.rms_norm(tape, x, *layer) if len(layer) == 1 else ops.layer_norm(tape, x, *layer)
-        )
+        norm: Operator = self.operators.rms_norm if len(layer) == 1 else self._ops.layer_norm
+        return norm(tape, x, *layer)
 
     def _into(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
         """A linear layer that reads the residual stream."""
         weight, *bias = layer
         y = self.operators.linear(tape, x, weight)
-        return ops.add_bias(tape, y, bias[0]) if bias else y
+        return self._biased(tape, y, bias)
+
+    def _biased(self, tape: Tape, x: Tensor, bias: Sequence[Parameter]) -> Tensor:
+        added: Operator = self._ops.add_bias
+        return added(tape, x, bias[0]) if bias else x
 
     def _attention(self, tape: Tape, packed: Tensor, batch: Batch, number: int) -> Tensor:
         samples, bias = len(batch.inputs), self._bias(packed.data.dtype)
@@ -374,13 +387,12 @@ class GPT:
         weight, *bias = layer
         if not bias and not self._drops_out(batch):
             return self.operators.linear(tape, inner, weight, residual=x)
-        y = self.operators.linear(tape, inner, weight)
-        if bias:
-            y = ops.add_bias(tape, y, bias[0])
+        y = self._biased(tape, self.operators.linear(tape, inner, weight), bias)
         return self.operators.add(tape, x, self._dropout(tape, y, batch, site))
 
     def _head(self, tape: Tape, x: Tensor, table: Parameter) -> Tensor:
-        return ops.tied_linear(tape, x, table) if self.is_tied else self.operators.linear(tape, x, table)
+        product: Operator = self._ops.tied_linear if self.is_tied else self.operators.linear
+        return product(tape, x, table)
 
     def _loss(self, tape: Tape, logits: Tensor, batch: Batch) -> Tensor:
         return self.operators.cross_entropy(tape, logits, batch.targets, weight=batch.weight)
@@ -394,6 +406,7 @@ class GPT:
         return self.operators.dropout(tape, x, rate=self.config.dropout, noise=batch.noise, site=site)
 
     def _bias(self, dtype: np.dtype[np.floating]) -> Array:
+        dtype = computing_dtype(dtype)
         if self.distance_bias.dtype != dtype:
             self.distance_bias = self._distance_bias(dtype)
         return self.distance_bias

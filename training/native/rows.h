@@ -18,10 +18,11 @@
 #define GELU_SCALE ((REAL)1.59576912160573081145) /* 2 * sqrt(2 / pi) */
 #define GELU_CUBIC ((REAL)0.044715)
 
-/* The tanh form of GELU is x times the logistic function of this. */
+/* The tanh form of GELU is x times this, a logistic function; 0 where it is too small for an exponential, so that
+ * minus infinity gives NaN, as in PyTorch. */
 INLINE VEC NAME(gelu_odds)(VEC x) {
     VEC inner = x * GELU_SCALE * (x * x * GELU_CUBIC + (REAL)1);
-    return (REAL)1 / (NAME(exp)(-inner) + (REAL)1);
+    return SELECT(inner < -EXP_LIMIT, (VEC){0}, (REAL)1 / (NAME(exp)(-inner) + (REAL)1));
 }
 
 INLINE VEC NAME(gelu_slope)(VEC x) {

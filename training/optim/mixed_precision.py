@@ -9,14 +9,13 @@ and the step is attempted again with a smaller scale. All ranks see one norm, so
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, assert_never
 
 import numpy as np
 
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, bfloat16, computing_dtype
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.transport.errors import UserError
 
@@ -31,6 +30,8 @@ GROWTH_STEPS = 2_000
 """Steps without an overflow after which the scale is doubled."""
 SKIPPED_MOST = 1 << 24
 """Attempts that are counted: the largest integer up to which float32 is exact."""
+__all__ = ["LossScale", "Precision", "Storage", "attempted", "computing_dtype", "storage_dtype"]
+
 SCALE_NUMBERS: Final = 16
 """Elements that a loss scale takes next to masters and moments: a cache line of float32."""
 
@@ -45,18 +46,9 @@ def storage_dtype(storage: Precision) -> np.dtype[Any]:
         case "float16":
             return np.dtype(np.float16)
         case "bfloat16":
-            try:
-                found: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-                return found
-            except ImportError as error:
-                raise UserError("bfloat16 needs ml_dtypes: pip install 'zbmd[bfloat16]'.") from error
+            return bfloat16()
         case _:
             assert_never(storage)
-
-
-def computing_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of computations, masters and moments if weights are stored as `stored`."""
-    return np.dtype(np.float32) if stored.itemsize == 2 else stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,7 +229,7 @@ class GPTPart:
                 forward.output.accumulate(given)
 
             end = forward.tape.record(np.zeros((), given.dtype), pass_on)
-        forward.tape.play(end, np.full_like(end.data, loss_scale))
+        forward.tape.play(end, self.model.xp.full_like(end.data, loss_scale))
         if not forward.weight_gradients:
             forward.tape.check_whole()
         found = None if forward.input is None else forward.input.grad

@@ -150,7 +150,9 @@ class StagePasses:
         self.took_ns: dict[tuple[Op, int], deque[int]] = {}
         """Durations of the last computations, by operation and part."""
         self.losses: dict[int, float] = {}
-        """Of the micro-batches, on the last stage."""
+        """Of the micro-batches, on the last stage, after their passes."""
+        self._loss_of: dict[int, Array] = {}
+        """A device may still compute them."""
         self.busy_ns = 0
         """Time that this stage computed in the last step."""
 
@@ -189,22 +191,26 @@ class StagePasses:
         on its way back. Raises `PeerLost`, `OperationAborted` and `DeadlineExceeded`; give these passes up
         then.
         """
-        self.losses, self.busy_ns = {}, 0
+        self.losses, self._loss_of, self.busy_ns = {}, {}, 0
         self._held_most = self._bytes_held = self._bytes_most = 0
         self._weights, self._batches, self._final = weights, batches, final
         self._deadline_ns, self._loss_scale = deadline_ns, loss_scale
         try:
             if self._rings_or_none is None:
                 self._run_alone(between)
-                return
-            actions = deque(self._handle(StepBegun()))
-            while actions:
-                actions += self._perform(actions.popleft())
-                between()
-            with spans.COMM:
-                self._rings.drain(deadline_ns)
+            else:
+                self._run_stage(between)
+            self.losses = {microbatch: float(loss) for microbatch, loss in self._loss_of.items()}
         finally:
             self._weights = None  # who gathered them gives them back
+
+    def _run_stage(self, between: Callable[[], None]) -> None:
+        actions = deque(self._handle(StepBegun()))
+        while actions:
+            actions += self._perform(actions.popleft())
+            between()
+        with spans.COMM:
+            self._rings.drain(self._deadline_ns)
 
     def _run_alone(self, between: Callable[[], None]) -> None:
         """Run the program of a single stage as it stands: there is nobody to hear from, or to wait for.
@@ -326,7 +332,7 @@ class StagePasses:
         )
         self._hold(number, microbatch, done)
         if part.is_last:
-            self.losses[microbatch] = float(done.output.data)
+            self._loss_of[microbatch] = done.output.data
         else:
             self._made[Message(False, number + 1, microbatch)] = done.output.data
 

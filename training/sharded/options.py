@@ -46,7 +46,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     process computes, without any of the stack. `threads`: of
     BLAS in each rank; the bits depend on it. `on_straggler`: what is done about a slow rank.
     `profile_ops`: the ops of each so-many-th step are profiled; 0: of none. `sample_every`: the model writes
-    a text each so-many-th step; 0: none.
+    a text each so-many-th step; 0: none. `device`: cpu, cuda, cuda:N or auto, see
+    `zbmd.training.sharded.devices`.
     """
 
     out: Path
@@ -85,6 +86,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     on_straggler: str = OnStraggler.WARN.value
     profile_ops: int = 0
     sample_every: int = 0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if not self.zero and f"{SHARDED_AXIS}=" in self.mesh:

@@ -40,6 +40,7 @@ from zbmd.training.redundancy.buddy import COPIES
 from zbmd.training.redundancy.state_file import require_folder
 from zbmd.training.run.ledger import LOG_NAME, begin_log, has_log
 from zbmd.training.run.plain import PlainTrainer
+from zbmd.training.sharded.devices import open_device
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.redundancy import NONE, arena_bytes, redundancy_of
 from zbmd.training.sharded.stages import (
@@ -351,6 +352,10 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
     again = launched is not None and launched.is_again
     if not again:
         _require_beginning(options, model, corpus)
+    executor, device = open_device(options, model, mesh, launched)
+    if device:
+        who = "" if launched is None else f"rank {launched.rank}: "
+        print(f"{who}{device}", file=sys.stderr, flush=True)
     needed = _bytes_needed(options, mesh, model)
     private = launched is None and not options.zero  # no other rank reads this one's memory
     arena = ARENA_SPARE_BYTES + (0 if private else needed.arena)
@@ -361,7 +366,9 @@ async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResul
                 worker.segment.arena.want()  # nothing else is to be done before the view
             fewest = _fewest(options, mesh)
             shrinks = fewest < mesh.world_size
-            task = task_of(worker, options, mesh, model, corpus, again=again, fewest=fewest)
+            task = task_of(
+                worker, options, mesh, model, corpus, again=again, fewest=fewest, executor=executor
+            )
             settings = RunOptions(
                 out=options.out,
                 resume=options.resume,

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,8 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.ops.cuda.executor import Executor
+from zbmd.training.ops.cuda.module import DeviceModule
 from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
 from zbmd.training.pipeline.part import balanced_cuts, layers_in
 from zbmd.training.profiler.profiler import Profiler, open_profiler
@@ -32,6 +35,7 @@ from zbmd.training.redundancy.coded.machine import Code
 from zbmd.training.redundancy.stamped import StampedSlots, StateName, kept_slots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import report_result
+from zbmd.training.sharded.device_trainer import DeviceTrainer
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.redundancy import code_of, redundancy_of
 from zbmd.training.sharded.replicated import ReplicatedTrainer
@@ -108,7 +112,10 @@ def code_of_run(options: TrainOptions, config: GPTConfig, mesh: Mesh, *, shrinks
 
 
 class EngineTask(Task[TrainResult]):
-    """A recipe as a `Task`. again: this rank is a replacement; fewest: views may have so few ranks."""
+    """A recipe as a `Task`. again: this rank is a replacement; fewest: views may have so few ranks.
+
+    executor: computes in the place of numpy.
+    """
 
     def __init__(
         self,
@@ -120,6 +127,7 @@ class EngineTask(Task[TrainResult]):
         *,
         again: bool,
         fewest: int,
+        executor: Executor | None = None,
     ) -> None:
         training = options.training
         self.plan, self.seed = plan_of(options, config, corpus), training.seed
@@ -127,6 +135,7 @@ class EngineTask(Task[TrainResult]):
         self.row = ResultRow(training.shards, training.sequences_per_shard)
         self._options, self._config, self._corpus = options, config, corpus
         self._worker, self._again, self._fewest = worker, again, fewest
+        self._executor = executor
         self._shrinks = fewest < mesh.world_size
         self.resizes = self._shrinks and options.recuts(mesh)
         self._stages, self._rings = options.stages, RingRoom()
@@ -178,12 +187,11 @@ class EngineTask(Task[TrainResult]):
     def trainer(self, groups: MeshGroups) -> Trainer:
         """See `Task`."""
         options = self._options
-        recipe = self._recipe(groups.model(self._config, recompute=options.recompute))
         offload = self._file_in(groups.world)
         trainer: MeshTrainer
         if options.zero:
             trainer = ZeroTrainer(
-                recipe,
+                self._recipe(groups.model(self._config, recompute=options.recompute)),
                 groups,
                 options.zero_options,
                 stages=self._stages,
@@ -194,25 +202,35 @@ class EngineTask(Task[TrainResult]):
                 rings=self._rings,
             )
         else:
-            trainer = ReplicatedTrainer(
-                recipe,
-                groups,
-                stages=self._stages,
-                dtype=storage_dtype(options.precision),
-                arena=None if self._worker.alone else self._arena,
-                keep=self._kept_slots,
-                overlap=options.overlap,
-                loss_scale=options.loss_scale,
-                offload=offload,
-                begins_later=True,
-                largest=self.mesh if self._shrinks else None,
-                rings=self._rings,
-                spare=options.spare_gradients,
-            )
+            trainer = self._replicated(groups, offload)
         if options.weights is not None:
             trainer.begin_with(load_gpt2(options.weights)[0])
         self._began_ns, self._first_step = now_ns(), trainer.step
         return trainer
+
+    def _replicated(
+        self, groups: MeshGroups, offload: Callable[[int], StateFile] | None
+    ) -> ReplicatedTrainer:
+        """Return the trainer of a state that replicas along `dp` hold, on the CPU or a GPU."""
+        options = self._options
+        settings = dict[str, Any](
+            stages=self._stages,
+            dtype=storage_dtype(options.precision),
+            arena=None if self._worker.alone else self._arena,
+            keep=self._kept_slots,
+            overlap=options.overlap,
+            loss_scale=options.loss_scale,
+            offload=offload,
+            begins_later=True,
+            largest=self.mesh if self._shrinks else None,
+            rings=self._rings,
+            spare=options.spare_gradients,
+        )
+        if self._executor is None:
+            model = groups.model(self._config, recompute=options.recompute)
+            return ReplicatedTrainer(self._recipe(model), groups, **settings)
+        model = GPT(self._config, xp=DeviceModule(self._executor), recompute=options.recompute)
+        return DeviceTrainer(self._recipe(model), groups, self._executor, **settings)
 
     def _file_in(self, world: Group) -> Callable[[int], StateFile] | None:
         """Return a maker of this rank's file, or a predecessor's; None without `--offload`."""

@@ -24,7 +24,7 @@ from zbmd.collectives.algorithms.shard_tree import Assignment, Node, assign_shar
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
-from zbmd.training.autograd.array_module import Array, is_narrow
+from zbmd.training.autograd.array_module import Array, is_narrow, to_host
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.model.tensor_parallel import TensorGroup
 from zbmd.transport import kill_points as faults
@@ -353,7 +353,7 @@ def _reduce_rounded(
     ranks, each = sums.ranks, -(-out.size // sums.ranks)
     sent = np.zeros((sums.width, ranks * each), out.dtype)
     for row, partial in zip(sent, partials.values(), strict=False):
-        row[: out.size] = partial
+        row[: out.size] = to_host(partial)
     received = np.empty((sums.width, ranks, each), out.dtype)
     for row, into in zip(sent, received, strict=True):
         communicator.all_to_all(row.reshape(ranks, each), into, deadline_ns=deadline_ns)

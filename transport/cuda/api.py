@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
 
 from zbmd.transport.errors import ZbmdError
 
@@ -38,6 +40,8 @@ class DeviceFacts:
     dma_buf: bool
     """Whether its memory can be handed to a network card as a dma-buf."""
     wsl: bool = False
+    compute_capability: tuple[int, int] = (0, 0)
+    """Of the device, such as (9, 0); (0, 0) if it is not known."""
 
     @property
     def divided(self) -> bool:
@@ -114,6 +118,19 @@ class CudaFault(ZbmdError):
     """A call of CUDA failed. After most of these the process's context is of no more use: end the process."""
 
 
+class OutOfDeviceMemory(CudaFault):
+    """The device has no memory left for an allocation; the context can still be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleImage:
+    """A compiled source: machine code, which the driver loads, and the PTX that the code was made from."""
+
+    name: str
+    ptx: str
+    cubin: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKernels:
     """C source of kernels whose arguments are all 64 bits wide, and what NVRTC is to compile it with."""
@@ -129,6 +146,12 @@ class DeviceBytes:
     address: int
     nbytes: int
     written: bool = False
+
+
+KernelArgument: TypeAlias = "DeviceBytes | np.number[Any] | None"
+"""Memory, a number of the parameter's type, or None for a null pointer."""
+
+Dim3: TypeAlias = tuple[int, int, int]
 
 
 class CudaApi(Protocol):
@@ -147,6 +170,14 @@ class CudaApi(Protocol):
         """Return the properties of this device that decide how its memory is reached."""
         ...
 
+    def driver_version(self) -> int:
+        """cudaDriverGetVersion: the newest CUDA that the driver supports, such as 13000."""
+        ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """cudaMemGetInfo: bytes that are free on the device, and all of them."""
+        ...
+
     def device_of(self, uuid: bytes) -> int | None:
         """Return the index of the device with that UUID (16 bytes), or None if it is not visible here."""
         ...
@@ -156,7 +187,7 @@ class CudaApi(Protocol):
         ...
 
     def malloc(self, nbytes: int) -> int:
-        """cudaMalloc: memory that other processes can open."""
+        """cudaMalloc: memory that other processes can open. Raises `OutOfDeviceMemory`."""
         ...
 
     def free(self, address: int) -> None:
@@ -239,6 +270,10 @@ class CudaApi(Protocol):
         """Between any two addresses, of the host or of a device, which CUDA tells apart."""
         ...
 
+    def memset_async(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """cudaMemsetAsync: set bytes of device memory."""
+        ...
+
     def memcpy_peer_async(
         self, into: int, into_device: int, src: int, src_device: int, nbytes: int, stream: int
     ) -> None:
@@ -274,6 +309,43 @@ class CudaApi(Protocol):
         stream: int,
     ) -> None:
         """Ask `stream` for a kernel over so many elements; it goes over them in strides of its grid."""
+        ...
+
+    def load_module(self, image: ModuleImage) -> int:
+        """cuModuleLoadData: load machine code; it stays until the process ends."""
+        ...
+
+    def get_function(self, module: int, name: str, shared_bytes: int) -> int:
+        """cuModuleGetFunction: a kernel, which is to be launched with so much dynamic shared memory at
+        most."""
+        ...
+
+    def launch_function(
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        arguments: Sequence[KernelArgument],
+        stream: int,
+    ) -> None:
+        """cuLaunchKernel. shared_bytes: of dynamic shared memory."""
+        ...
+
+    def stream_begin_capture(self, stream: int) -> None:
+        """cudaStreamBeginCapture: what is asked of the stream from now on is recorded, and does not run."""
+        ...
+
+    def stream_end_capture(self, stream: int) -> int:
+        """cudaStreamEndCapture and cudaGraphInstantiate: return what was recorded as a graph to launch."""
+        ...
+
+    def graph_launch(self, graph: int, stream: int) -> None:
+        """cudaGraphLaunch: ask the stream for everything in the graph, with the addresses recorded."""
+        ...
+
+    def graph_destroy(self, graph: int) -> None:
+        """cudaGraphExecDestroy, of a graph that does not run."""
         ...
 
     def dmabuf(self, address: int, nbytes: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,19 @@ from types import ModuleType
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes, DeviceFacts, DeviceKernels
+from zbmd.transport.cuda.api import (
+    CudaApi,
+    CudaFault,
+    DeviceBytes,
+    DeviceFacts,
+    DeviceKernels,
+    Dim3,
+    KernelArgument,
+    ModuleImage,
+    OutOfDeviceMemory,
+)
 from zbmd.transport.errors import UserError
 
 _SUCCESS: Final = 0
@@ -36,6 +48,12 @@ _VALUE: Final = (1 << 32) - 1
 _WORD: Final = (1 << 64) - 1
 _DMA_BUF_FD: Final = 1
 """CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD."""
+_MAX_DYNAMIC_SHARED: Final = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+_SHARED_BYTES_DEFAULT: Final = 48 * 1024
+"""Dynamic shared memory that a kernel may have without asking."""
+_MEMORY_ALLOCATION: Final = 2
+"""cudaErrorMemoryAllocation."""
 _BLOCK_THREADS: Final = 256
 _BLOCKS_MAX: Final = 2048
 """Enough to fill any device; kernels go on in strides of the grid."""
@@ -105,6 +123,7 @@ class CudaRuntime:
         """See `CudaApi`."""
         self._devices = count
         self._facts: DeviceFacts | None = None
+        self._threads = threading.local()
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """A call of the runtime's, with our device made current for this thread."""
@@ -113,11 +132,16 @@ class CudaRuntime:
             runtime.setDevice(self.device)
             return getattr(runtime, name)(*arguments)
         except runtime.CUDARuntimeError as error:
-            raise CudaFault(f"{name} on GPU {self.device}: {error}") from error
+            kind = OutOfDeviceMemory if getattr(error, "status", 0) == _MEMORY_ALLOCATION else CudaFault
+            raise kind(f"{name} on GPU {self.device}: {error}") from error
 
     def _driver_call(self, name: str, *arguments: Any) -> None:
         """A call of the driver's, in our device's context."""
-        self._call("free", 0)  # makes the context, as CUDA's own libraries do
+        if getattr(self._threads, "has_context", False):
+            self._runtime.setDevice(self.device)
+        else:
+            self._call("free", 0)  # makes the context, as CUDA's own libraries do
+            self._threads.has_context = True
         status = int(getattr(_libcuda(), name)(*arguments))
         if status != _SUCCESS:
             raise CudaFault(f"{name} on GPU {self.device}: CUresult {status}")
@@ -138,8 +162,18 @@ class CudaRuntime:
                 ipc_events=bool(self._call("deviceGetAttribute", _IPC_EVENT_SUPPORT, self.device)),
                 dma_buf=self._has(_DMA_BUF_SUPPORTED),
                 wsl=_under_wsl(),
+                compute_capability=(int(properties["major"]), int(properties["minor"])),
             )
         return self._facts
+
+    def driver_version(self) -> int:
+        """See `CudaApi`."""
+        return int(self._call("driverGetVersion"))
+
+    def memory_info(self) -> tuple[int, int]:
+        """See `CudaApi`."""
+        free, total = self._call("memGetInfo")
+        return int(free), int(total)
 
     def _has(self, attribute: int) -> bool:
         """Whether the device has what an attribute of the driver's says."""
@@ -267,6 +301,64 @@ class CudaRuntime:
         except cupy.cuda.compiler.CompileException as error:
             raise CudaFault(f"kernel {name} was not compiled: {error}") from error
 
+    def load_module(self, image: ModuleImage) -> int:
+        """See `CudaApi`."""
+        module = ctypes.c_void_p()
+        self._driver_call("cuModuleLoadData", ctypes.byref(module), image.cubin)
+        return module.value or 0
+
+    def get_function(self, module: int, name: str, shared_bytes: int) -> int:
+        """See `CudaApi`."""
+        function = ctypes.c_void_p()
+        self._driver_call(
+            "cuModuleGetFunction", ctypes.byref(function), ctypes.c_void_p(module), name.encode()
+        )
+        if shared_bytes > _SHARED_BYTES_DEFAULT:
+            self._driver_call(
+                "cuFuncSetAttribute",
+                function,
+                ctypes.c_int(_MAX_DYNAMIC_SHARED),
+                ctypes.c_int(shared_bytes),
+            )
+        return function.value or 0
+
+    def launch_function(
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        arguments: Sequence[KernelArgument],
+        stream: int,
+    ) -> None:
+        """See `CudaApi`. The driver copies the arguments before it returns."""
+        values = [_value_of(each) for each in arguments]
+        places = (ctypes.c_void_p * len(values))(*(each.ctypes.data for each in values))
+        sizes = [ctypes.c_uint(each) for each in (*grid, *block, shared_bytes)]
+        self._driver_call(
+            "cuLaunchKernel", ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), places, None
+        )
+
+    def stream_begin_capture(self, stream: int) -> None:
+        """See `CudaApi`."""
+        self._call("streamBeginCapture", stream, self._runtime.streamCaptureModeThreadLocal)
+
+    def stream_end_capture(self, stream: int) -> int:
+        """See `CudaApi`."""
+        graph = int(self._call("streamEndCapture", stream))
+        try:
+            return int(self._call("graphInstantiate", graph))
+        finally:
+            self._call("graphDestroy", graph)
+
+    def graph_launch(self, graph: int, stream: int) -> None:
+        """See `CudaApi`."""
+        self._call("graphLaunch", graph, stream)
+
+    def graph_destroy(self, graph: int) -> None:
+        """See `CudaApi`."""
+        self._call("graphExecDestroy", graph)
+
     def dmabuf(self, address: int, nbytes: int) -> int:
         """See `CudaApi`."""
         descriptor = ctypes.c_int(-1)
@@ -350,11 +442,22 @@ class CudaRuntime:
         """See `CudaApi`."""
         self._call("memcpyAsync", into, src, nbytes, self._runtime.memcpyDefault, stream)
 
+    def memset_async(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """See `CudaApi`."""
+        self._call("memsetAsync", address, value, nbytes, stream)
+
     def memcpy_peer_async(
         self, into: int, into_device: int, src: int, src_device: int, nbytes: int, stream: int
     ) -> None:
         """See `CudaApi`."""
         self._call("memcpyPeerAsync", into, into_device, src, src_device, nbytes, stream)
+
+
+def _value_of(argument: KernelArgument) -> NDArray[Any]:
+    """Return an argument as memory of its parameter's size."""
+    if argument is None:
+        return np.zeros(1, np.uint64)
+    return np.array([argument.address if isinstance(argument, DeviceBytes) else argument])
 
 
 def _under_wsl(root: Path = Path("/")) -> bool:

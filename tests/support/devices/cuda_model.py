@@ -17,7 +17,7 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -25,15 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.devices.cuda_model_array import ModelArray
+from support.devices.cuda_model_launches import Launches, RunKernel, refuse_kernels
 from support.devices.cuda_model_values import DeviceRace, Undefined, ValueWaits
 from zbmd.transport.cuda.api import (
     HANDLE_BYTES,
     UUID_BYTES,
     CudaFault,
-    DeviceBytes,
     DeviceFacts,
     DeviceKernels,
+    OutOfDeviceMemory,
 )
+
+__all__ = ["Clock", "DeviceRace", "LoadKernel", "ModelArray", "ModelHost", "ModelProcess", "Undefined"]
 
 Clock: TypeAlias = dict[int, int]
 _FIRST_ADDRESS: Final = 1 << 40
@@ -108,9 +111,12 @@ class ModelHost:
         seed: int = 0,
         peer_access: bool = True,
         load_kernel: LoadKernel | None = None,
+        run_kernel: RunKernel = refuse_kernels,
+        memory_bytes: int = 1 << 34,
     ) -> None:
         self.devices = devices
-        self.load_kernel = load_kernel
+        self.load_kernel, self.run_kernel = load_kernel, run_kernel
+        self.memory_bytes = memory_bytes
         self.peer_access = peer_access
         self.lock = threading.RLock()
         self._random = random.Random(seed)
@@ -208,7 +214,7 @@ def _is_device(address: int) -> bool:
     return _FIRST_ADDRESS <= address < 1 << 46
 
 
-class ModelProcess(ValueWaits):
+class ModelProcess(ValueWaits, Launches):
     """See `zbmd.transport.cuda.api.CudaApi`: one process of a `ModelHost`. Its threads share one clock."""
 
     def __init__(self, host: ModelHost, device: int) -> None:
@@ -254,7 +260,8 @@ class ModelProcess(ValueWaits):
             index=self.device,
             uuid=self._uuid(self.device),
             name="Modelled GPU",
-            memory_bytes=1 << 34,
+            memory_bytes=self.host.memory_bytes,
+            compute_capability=(9, 0),
             pci=f"0000:{self.device + 1:02x}:00.0",
             unified_addressing=True,
             ipc_events=True,
@@ -278,6 +285,9 @@ class ModelProcess(ValueWaits):
         """See `CudaApi`."""
         with self.host.lock:
             self._check()
+            self.require_no_capture()
+            if nbytes > self.memory_info()[0]:
+                raise OutOfDeviceMemory(f"out of memory: {nbytes} bytes on device {self.device}")
             serial = self.host.serial()
             self.host.allocated += 1
             address = _FIRST_ADDRESS + self.host.allocated * _GAP
@@ -301,6 +311,7 @@ class ModelProcess(ValueWaits):
                 raise Undefined("memory is freed that another process has open")
             self._settle()
             allocation.freed = True
+            allocation.data = allocation.data[:0]
 
     def address_range(self, address: int) -> tuple[int, int]:
         """See `CudaApi`."""
@@ -409,6 +420,7 @@ class ModelProcess(ValueWaits):
         with self.host.lock:
             self._check()
             mine = self._streams[stream]
+            self.require_no_capture()
         if not self.until(lambda: not mine.queue):
             raise CudaFault("a stream waits for an event that nobody records")
         with self.host.lock:
@@ -521,35 +533,6 @@ class ModelProcess(ValueWaits):
 
             self._ask(stream, run)
 
-    def launch(
-        self,
-        kernels: DeviceKernels,
-        name: str,
-        threads: int,
-        arguments: Sequence[DeviceBytes | int],
-        stream: int,
-    ) -> None:
-        """See `CudaApi`."""
-        with self.host.lock:
-            if self.host.load_kernel is None:
-                raise CudaFault("this model was made without kernels")
-            line, kernel = self._stream(stream).line, self.host.load_kernel(kernels, name)
-            given = tuple(arguments)
-
-            def run(clock: Clock) -> None:
-                kept: list[NDArray[np.uint8]] = []
-                numbers: list[int] = []
-                for each in given:
-                    if isinstance(each, DeviceBytes) and each.nbytes:
-                        reach = self._target if each.written else self._source
-                        kept.append(reach(each.address, each.nbytes, line, clock))
-                        numbers.append(kept[-1].ctypes.data)
-                    else:
-                        numbers.append(0 if isinstance(each, DeviceBytes) else each)
-                kernel(*numbers)
-
-            self._ask(stream, run)
-
     def _source(self, address: int, nbytes: int, line: int, clock: Clock) -> NDArray[np.uint8]:
         if _is_device(address):
             return self.host.access(address, nbytes, by=self, line=line, clock=clock, write=False)
@@ -562,6 +545,8 @@ class ModelProcess(ValueWaits):
 
     def _ask(self, stream: int, run: Callable[[Clock], None], may: Callable[[], bool] = lambda: True) -> None:
         self._check()
+        if self.captured(stream, run):
+            return
         self.clock[self.line] += 1
         self._stream(stream).queue.append(_Operation(run=run, asked=dict(self.clock), may=may))
 

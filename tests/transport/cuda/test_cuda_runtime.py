@@ -21,6 +21,7 @@ CONSTANTS = {
     "eventInterprocess",
     "hostAllocPortable",
     "memcpyDefault",
+    "streamCaptureModeThreadLocal",
     "streamNonBlocking",
 }
 

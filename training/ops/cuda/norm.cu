@@ -73,6 +73,23 @@ DEVICE void gain_grad(float *dgain, float *dbias, const T *dy, const T *x, const
     }
 }
 
+// As gain_grad, of the columns of x alone: partial (runs, columns).
+template <typename T> DEVICE void columns_of(float *partial, const T *x, int rows, int columns, int run) {
+    __shared__ float sums[8][WARP + 1];
+    int lane = threadIdx.x % WARP, strip = threadIdx.x / WARP, column = blockIdx.x * WARP + lane;
+    int first = blockIdx.y * run, last = min(first + run, rows);
+    float sum = 0.0f;
+    if (column < columns)
+        for (int row = first + strip; row < last; row += 8) sum += to_float(x[(u64)row * columns + column]);
+    sums[strip][lane] = sum;
+    __syncthreads();
+    if (strip == 0 && column < columns) {
+        float total = 0.0f;
+        for (int i = 0; i < 8; i++) total += sums[i][lane];
+        partial[(u64)blockIdx.y * columns + column] = total;
+    }
+}
+
 #define NORMS(suffix, T)                                                                                             \
     KERNEL rms_norm_##suffix(T *y, float *statistics, const T *x, const float *gain, int features, float epsilon) {  \
         normalise<T, false>(y, statistics, x, gain, 0, features, epsilon);                                           \
@@ -92,6 +109,9 @@ DEVICE void gain_grad(float *dgain, float *dbias, const T *dy, const T *x, const
     KERNEL norm_gain_grad_##suffix(float *dgain, float *dbias, const T *dy, const T *x, const float *statistics,     \
                                    int rows, int features, int run) {                                                \
         gain_grad<T>(dgain, dbias, dy, x, statistics, rows, features, run);                                          \
+    }                                                                                                                \
+    KERNEL column_sums_##suffix(float *partial, const T *x, int rows, int columns, int run) {                        \
+        columns_of<T>(partial, x, rows, columns, run);                                                               \
     }
 
 NORMS(f32, float)

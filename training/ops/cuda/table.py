@@ -65,6 +65,7 @@ def _attention(depth: int, keys_block: int, *registers: int) -> list[KernelEntry
 KERNELS: Final[tuple[KernelEntry, ...]] = (
     *_both("norm.cu", 32, "rms_norm", "layer_norm", "rms_norm_grad", "layer_norm_grad", shared=128),
     *_both("norm.cu", 40, "norm_gain_grad", shared=2112),
+    *_both("norm.cu", 32, "column_sums", shared=1056),
     KernelEntry(name="sum_runs", source="norm.cu", block=256, registers=40),
     *_both("elementwise.cu", 32, "gelu", "gelu_grad", "squared_relu", "squared_relu_grad", "add", "add_bias"),
     *_both("elementwise.cu", 40, "dropout"),

@@ -1,0 +1,220 @@
+"""Kernels and graphs of a modelled process: modules, launches in the order of streams, capture and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbmd.transport.cuda.api import (
+    CudaFault,
+    DeviceBytes,
+    DeviceKernels,
+    Dim3,
+    KernelArgument,
+    ModuleImage,
+)
+
+Bytes = NDArray[np.uint8]
+KernelValue: TypeAlias = "Bytes | np.number[Any] | None"
+Operation: TypeAlias = Callable[[dict[int, int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKernel:
+    """A kernel of a module, by its name."""
+
+    image: ModuleImage
+    name: str
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLaunch:
+    """A launch whose turn has come. written: which arguments the kernel may write."""
+
+    kernel: ModelKernel
+    grid: Dim3
+    block: Dim3
+    shared_bytes: int
+    arguments: list[KernelValue]
+    written: list[bool]
+
+
+class RunKernel(Protocol):
+    """Runs a launch on the bytes of its arguments, in place; equal memory is one array."""
+
+    def __call__(self, launch: ModelLaunch, /) -> None:
+        """Run it. Raises `CudaFault` as the device would."""
+
+
+def refuse_kernels(launch: ModelLaunch, /) -> None:
+    """Run nothing: the model was made without kernels."""
+    raise CudaFault(f"this model was made without kernels, and is to run {launch.kernel.name}")
+
+
+class Launches:
+    """Methods of a `ModelProcess`."""
+
+    host: Any
+    device: int
+    _ask: Any
+    _check: Any
+    _stream: Any
+    _source: Any
+    _target: Any
+
+    def driver_version(self) -> int:
+        """See `CudaApi`."""
+        return int(getattr(self.host, "driver", 13000))
+
+    def memory_info(self) -> tuple[int, int]:
+        """See `CudaApi`."""
+        mine = [each for each in self.host.allocations.values() if each.device == self.device]
+        used = sum(each.data.nbytes for each in mine if not each.freed)
+        return max(0, self.host.memory_bytes - used), self.host.memory_bytes
+
+    def load_module(self, image: ModuleImage) -> int:
+        """See `CudaApi`."""
+        with self.host.lock:
+            self._check()
+            number: int = self.host.serial()
+            self._modules[number] = image
+            return number
+
+    def get_function(self, module: int, name: str, shared_bytes: int) -> int:
+        """See `CudaApi`."""
+        with self.host.lock:
+            number: int = self.host.serial()
+            self._functions[number] = ModelKernel(self._modules[module], name, shared_bytes)
+            return number
+
+    def launch_function(
+        self,
+        function: int,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        arguments: Sequence[KernelArgument],
+        stream: int,
+    ) -> None:
+        """See `CudaApi`."""
+        with self.host.lock:
+            kernel, line, given = self._functions[function], self._stream(stream).line, tuple(arguments)
+            if shared_bytes > kernel.shared_bytes:
+                raise CudaFault(f"invalid value: {kernel.name} with {shared_bytes} bytes of shared memory")
+            if min(*grid, *block) < 1:
+                raise CudaFault(f"invalid configuration: {kernel.name} on a grid {grid} of {block}")
+
+            def run(clock: dict[int, int]) -> None:
+                seen = dict[tuple[int, int], Bytes]()
+                values: list[KernelValue] = []
+                for each in given:
+                    if not isinstance(each, DeviceBytes):
+                        values.append(each)
+                        continue
+                    reach = self._target if each.written else self._source
+                    found = reach(each.address, each.nbytes, line, clock)
+                    values.append(seen.setdefault((each.address, each.nbytes), found))
+                written = [isinstance(each, DeviceBytes) and each.written for each in given]
+                self.host.run_kernel(ModelLaunch(kernel, grid, block, shared_bytes, values, written))
+
+            self._ask(stream, run)
+
+    def memset_async(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """See `CudaApi`."""
+        with self.host.lock:
+            line = self._stream(stream).line
+
+            def run(clock: dict[int, int]) -> None:
+                self._target(address, nbytes, line, clock)[:] = value
+
+            self._ask(stream, run)
+
+    # -- graphs ------------------------------------------------------------------------------------------
+
+    def stream_begin_capture(self, stream: int) -> None:
+        """See `CudaApi`."""
+        with self.host.lock:
+            self._check()
+            self._captures[stream] = []
+
+    def stream_end_capture(self, stream: int) -> int:
+        """See `CudaApi`."""
+        with self.host.lock:
+            number: int = self.host.serial()
+            self._graphs[number] = self._captures.pop(stream)
+            return number
+
+    def graph_launch(self, graph: int, stream: int) -> None:
+        """See `CudaApi`: operations run with the line of the stream that captured them, as one."""
+        with self.host.lock:
+            for each in self._graphs[graph]:
+                self._ask(stream, each)
+
+    def graph_destroy(self, graph: int) -> None:
+        """See `CudaApi`."""
+        with self.host.lock:
+            del self._graphs[graph]
+
+    def captured(self, stream: int, run: Operation) -> bool:
+        """Return whether the stream is captured; `run` is then recorded."""
+        found = self._captures.get(stream)
+        if found is not None:
+            found.append(run)
+        return found is not None
+
+    def require_no_capture(self) -> None:
+        """Raise `CudaFault` for a call that is not permitted while a stream of this process is captured."""
+        if self._captures:
+            raise CudaFault("operation not permitted when a stream is capturing")
+
+    @property
+    def _modules(self) -> dict[int, ModuleImage]:
+        return self.__dict__.setdefault("_all_modules", {})
+
+    @property
+    def _functions(self) -> dict[int, ModelKernel]:
+        return self.__dict__.setdefault("_all_functions", {})
+
+    @property
+    def _captures(self) -> dict[int, list[Operation]]:
+        return self.__dict__.setdefault("_all_captures", {})
+
+    @property
+    def _graphs(self) -> dict[int, list[Operation]]:
+        return self.__dict__.setdefault("_all_graphs", {})
+
+    # -- the kernels of device arrays --------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernels: DeviceKernels,
+        name: str,
+        threads: int,
+        arguments: Sequence[DeviceBytes | int],
+        stream: int,
+    ) -> None:
+        """See `CudaApi`."""
+        with self.host.lock:
+            if self.host.load_kernel is None:
+                raise CudaFault("this model was made without kernels")
+            line, kernel = self._stream(stream).line, self.host.load_kernel(kernels, name)
+            given = tuple(arguments)
+
+            def run(clock: dict[int, int]) -> None:
+                kept: list[Bytes] = []
+                numbers: list[int] = []
+                for each in given:
+                    if isinstance(each, DeviceBytes) and each.nbytes:
+                        reach = self._target if each.written else self._source
+                        kept.append(reach(each.address, each.nbytes, line, clock))
+                        numbers.append(kept[-1].ctypes.data)
+                    else:
+                        numbers.append(0 if isinstance(each, DeviceBytes) else each)
+                kernel(*numbers)
+
+            self._ask(stream, run)

@@ -1,0 +1,298 @@
+"""Launch the kernels of the table on one device, in order, on one stream, over arrays in its memory.
+
+Memory is kept by size and handed out again in the order of the stream, so an array may be dropped while the
+device still uses it. Bytes cross between host and device in pieces of page-locked memory. Nothing waits for
+the device but `download`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.training.ops.cuda.compiler import Compiler
+from zbmd.training.ops.cuda.device_array import DeviceArray, Out
+from zbmd.training.ops.cuda.table import BY_NAME, PORTABLE, compile_source
+from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes, ModuleImage, OutOfDeviceMemory
+from zbmd.transport.errors import UserError
+from zbmd.transport.memory.memfd import in_words
+from zbmd.transport.native._native import address_of
+
+PIECE_BYTES: Final = 1 << 22
+PIECES: Final = 3
+"""Page-locked buffers in each direction."""
+_GRAIN: Final = 512
+_LARGE: Final = 1 << 20
+BLOCKS_MAX: Final = 4096
+"""Of kernels that go over elements in strides of their grid."""
+
+Argument = DeviceArray | Out | np.number[Any] | None
+CompileSource = Callable[[str, str], ModuleImage]
+
+
+class DeviceMemoryError(MemoryError):
+    """The device has no memory left."""
+
+
+class NoKernels(UserError):
+    """The device is of an architecture that no kernel exists for."""
+
+
+def architecture_of(capability: tuple[int, int], name: str) -> str:
+    """Return which of `PORTABLE` a device of this compute capability runs. Raises `NoKernels`."""
+    if capability[0] == 8:
+        return PORTABLE[0]
+    if capability == (9, 0):
+        return PORTABLE[1]
+    raise NoKernels(
+        f"{name} has compute capability {capability[0]}.{capability[1]}, for which zbmd has no kernels: they "
+        "exist for 8.0 to 8.9 and for 9.0. Train with --device cpu."
+    )
+
+
+@cache
+def _compiler() -> Compiler:
+    return Compiler()
+
+
+def compiled_here(source: str, architecture: str) -> ModuleImage:
+    """Return a source of the table compiled by NVRTC, or from its cache. Raises as `Compiler`."""
+    found = compile_source(_compiler(), source, architecture)
+    return ModuleImage(name=source, ptx=found.ptx, cubin=found.cubin)
+
+
+def size_class(nbytes: int) -> int:
+    """Return the bytes that are allocated for an array of `nbytes`."""
+    grain = _GRAIN if nbytes < _LARGE else 2 * _LARGE
+    return max(1, -(-nbytes // grain)) * grain
+
+
+class _Block:
+    """Memory that returns to the pool when no array uses it any more."""
+
+    __slots__ = ("address", "nbytes", "pool")
+
+    def __init__(self, pool: dict[int, list[int]], nbytes: int, address: int) -> None:
+        self.pool, self.nbytes, self.address = pool, nbytes, address
+
+    def __del__(self) -> None:
+        self.pool[self.nbytes].append(self.address)
+
+
+@dataclass(slots=True)
+class _Piece:
+    memory: memoryview
+    address: int
+    event: int
+    is_used: bool = False
+
+
+class _Pieces:
+    """A ring of page-locked buffers, each with an event that says when the device is done with it."""
+
+    def __init__(self, api: CudaApi) -> None:
+        self.lock = threading.Lock()
+        self._api, self._next = api, 0
+        self._every: list[_Piece] = []
+
+    def take(self) -> _Piece:
+        """Return the buffer that was used longest ago, once the device is done with it."""
+        if len(self._every) < PIECES:
+            memory = self._api.host_alloc(PIECE_BYTES)
+            address = address_of(np.frombuffer(memory, np.uint8))
+            self._every.append(_Piece(memory, address, self._api.event_create()))
+        found = self._every[self._next % len(self._every)]
+        self._next = (self._next + 1) % PIECES
+        if found.is_used:
+            self._api.event_synchronize(found.event)
+        found.is_used = True
+        return found
+
+
+class Executor:
+    """One device as the engine uses it. Launches come from one thread; downloads from any.
+
+    compile: makes the module of a source for an architecture. Raises `NoKernels` and `CudaFault`.
+    """
+
+    def __init__(self, api: CudaApi, *, compile: CompileSource = compiled_here) -> None:
+        facts = api.facts()
+        self.api: Final = api
+        self.name: Final = facts.name
+        self.architecture: Final = architecture_of(facts.compute_capability, facts.name)
+        self.products: Final = "wgmma" if self.architecture == "sm_90a" else "matmul"
+        """The kernels that multiply matrices."""
+        self.stream: Final = api.stream_create()
+        self.launches = 0
+        """Kernels that were launched so far."""
+        self._copies: Final = api.stream_create()
+        self._compile = compile
+        self._modules = dict[str, int]()
+        self._functions = dict[str, int]()
+        self._free: dict[int, list[int]] = defaultdict(list)
+        self._up, self._down = _Pieces(api), _Pieces(api)
+        self._ordered: Final = api.event_create()
+        self.held_bytes = 0
+        """Memory that was allocated, in use or kept."""
+
+    # ---- memory
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike) -> DeviceArray:
+        """Return a new array with undefined contents. Raises `DeviceMemoryError`."""
+        extents, kind = (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype)
+        nbytes = size_class(int(np.prod(extents, dtype=np.int64)) * kind.itemsize)
+        kept = self._free[nbytes]
+        try:
+            address = kept.pop()
+        except IndexError:
+            address = self._allocate(nbytes)
+        return DeviceArray(self, address, extents, kind, _Block(self._free, nbytes, address))
+
+    def zeros(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike) -> DeviceArray:
+        """Return a new array of zeros."""
+        made = self.empty(shape, dtype)
+        self.clear(made)
+        return made
+
+    def clear(self, array: DeviceArray) -> None:
+        """Set all bytes to zero."""
+        if array.nbytes:
+            self.api.memset_async(array.address, 0, array.nbytes, self.stream)
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            found = self.api.malloc(nbytes)
+        except OutOfDeviceMemory:
+            self.trim()
+            try:
+                found = self.api.malloc(nbytes)
+            except OutOfDeviceMemory as error:
+                free, total = self.api.memory_info()
+                raise DeviceMemoryError(
+                    f"{self.name} has no memory left for {in_words(nbytes)}: {in_words(free)} of "
+                    f"{in_words(total)} are free, and this process holds {in_words(self.held_bytes)}. Choose "
+                    "fewer --sequences-per-shard, --recompute on, or a smaller model."
+                ) from error
+        self.held_bytes += nbytes
+        return found
+
+    def trim(self) -> None:
+        """Give memory that no array uses back to the device."""
+        self.api.stream_synchronize(self.stream)
+        for nbytes, addresses in self._free.items():
+            while addresses:
+                self.api.free(addresses.pop())
+                self.held_bytes -= nbytes
+
+    # ---- copies
+
+    def upload(self, host: npt.NDArray[Any], into: DeviceArray | None = None) -> DeviceArray:
+        """Return `host` on the device, in `into` if it is given. `host` may be changed afterwards."""
+        array = self.empty(host.shape, host.dtype) if into is None else into
+        data = np.ascontiguousarray(host, dtype=array.dtype).reshape(-1).view(np.uint8)
+        assert data.nbytes == array.nbytes, f"{host.shape} was to be copied to {array.shape}"
+        with self._up.lock:
+            for start in range(0, data.nbytes, PIECE_BYTES):
+                piece, part = self._up.take(), data[start : start + PIECE_BYTES]
+                np.frombuffer(piece.memory, np.uint8)[: len(part)] = part
+                self.api.memcpy_async(array.address + start, piece.address, len(part), self.stream)
+                self.api.event_record(piece.event, self.stream)
+        return array
+
+    def download(self, array: DeviceArray, into: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Return a copy in host memory, in `into` if it is given, after what was asked of the device so far.
+
+        The device computes on meanwhile: what it is asked from now on must not write `array`.
+        """
+        host = np.empty(array.shape, array.dtype) if into is None else into
+        assert host.flags.c_contiguous and host.nbytes == array.nbytes
+        data, api = host.reshape(-1).view(np.uint8), self.api
+        with self._down.lock:
+            api.event_record(self._ordered, self.stream)
+            api.stream_wait_event(self._copies, self._ordered)
+            waiting: list[tuple[_Piece, npt.NDArray[np.uint8]]] = []
+            for start in range(0, data.nbytes, PIECE_BYTES):
+                piece, part = self._down.take(), data[start : start + PIECE_BYTES]
+                api.memcpy_async(piece.address, array.address + start, len(part), self._copies)
+                api.event_record(piece.event, self._copies)
+                waiting.append((piece, part))
+                if len(waiting) == PIECES:
+                    self._arrived(*waiting.pop(0))
+            for one in waiting:
+                self._arrived(*one)
+        return host
+
+    def _arrived(self, piece: _Piece, part: npt.NDArray[np.uint8]) -> None:
+        self.api.event_synchronize(piece.event)
+        part[:] = np.frombuffer(piece.memory, np.uint8)[: len(part)]
+
+    def copy(self, into: DeviceArray, source: DeviceArray) -> None:
+        """Copy on the device; dtypes may differ."""
+        assert into.size == source.size
+        if into.dtype == source.dtype:
+            if into.nbytes:
+                self.api.memcpy_async(into.address, source.address, into.nbytes, self.stream)
+            return
+        kinds = {source.dtype.itemsize: source, into.dtype.itemsize: into}
+        assert set(kinds) == {2, 4}, f"{source.dtype} was to be copied to {into.dtype}"
+        name = "cast_f32_bf16" if into.dtype.itemsize == 2 else "cast_bf16_f32"
+        self.each(name, into.size, Out(into), source, np.uint64(into.size))
+
+    # ---- kernels
+
+    def launch(self, name: str, grid: tuple[int, ...] | int, *arguments: Argument) -> None:
+        """Ask the device for a kernel of the table. Raises `CudaFault`."""
+        entry = BY_NAME[name]
+        x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
+        if not x * y * z:
+            return
+        given = [_given(one) for one in arguments]
+        self.api.launch_function(
+            self._function(name), (x, y, z), (entry.block, 1, 1), entry.dynamic, given, self.stream
+        )
+        self.launches += 1
+
+    def each(self, name: str, elements: int, *arguments: Argument) -> None:
+        """Launch a kernel that goes over so many elements in strides of its grid."""
+        self.launch(name, min(BLOCKS_MAX, -(-elements // BY_NAME[name].block)), *arguments)
+
+    def _function(self, name: str) -> int:
+        found = self._functions.get(name)
+        if found is None:
+            entry = BY_NAME[name]
+            module = self._modules.get(entry.source)
+            if module is None:
+                image = self._compile(entry.source, self.architecture)
+                module = self._modules[entry.source] = self._loaded(image)
+            found = self._functions[name] = self.api.get_function(module, name, entry.dynamic)
+        return found
+
+    def _loaded(self, image: ModuleImage) -> int:
+        try:
+            return self.api.load_module(image)
+        except CudaFault as error:
+            raise UserError(
+                f"{self.name} did not load the kernels of {image.name} ({error}); its driver supports CUDA "
+                f"{version_in_words(self.api.driver_version())}. Update the driver, or train with --device "
+                "cpu."
+            ) from error
+
+
+def version_in_words(version: int) -> str:
+    """Return CUDA's number of a version, such as 13000, as 13.0."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _given(argument: Argument) -> DeviceBytes | np.number[Any] | None:
+    if isinstance(argument, Out):
+        return DeviceBytes(argument.array.address, argument.array.nbytes, written=True)
+    if isinstance(argument, DeviceArray):
+        return DeviceBytes(argument.address, argument.nbytes)
+    return argument

@@ -1,0 +1,173 @@
+"""The device that a rank computes on: `--device`, which GPU, and whether the training fits it.
+
+A rank of a host takes the GPU of its number among the ranks of that host, modulo the GPUs that are visible;
+`CUDA_VISIBLE_DEVICES` is read by CUDA alone and is never set here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.config import GPTConfig
+from zbmd.training.job.mesh import DATA_AXIS, Mesh
+from zbmd.training.model.gpt import parameter_shapes
+from zbmd.training.ops.cuda.executor import CompileSource, Executor, architecture_of, compiled_here
+from zbmd.training.ops.cuda.operators import DEPTHS
+from zbmd.training.optim import arrays_of
+from zbmd.training.optim.on_device import require_kernel
+from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.step.memory_estimate import activation_bytes
+from zbmd.training.step.reduction import buffers_most
+from zbmd.transport.cuda.api import CudaApi
+from zbmd.transport.cuda.runtime import runtime_of_device, visible_devices
+from zbmd.transport.errors import UserError
+from zbmd.transport.memory.memfd import in_words
+
+CPU: Final = "cpu"
+AUTO: Final = "auto"
+_NAME: Final = re.compile(r"cuda(?::(?P<index>[0-9]{1,4}))?", re.ASCII)
+DRIVER_LEAST: Final = 13000
+"""CUDA that a driver must support: that of the compiler whose machine code is loaded."""
+
+
+def parse_device(text: str) -> str:
+    """Return the name of a device: cpu, cuda, cuda:N or auto. Raises `UserError` for another one."""
+    if text == "hip":
+        raise UserError(
+            "hip is not supported yet: kernels exist as CUDA C++ with PTX for tensor cores and cp.async, and "
+            "there is no binding of the HIP runtime. Use cpu."
+        )
+    if text not in (CPU, AUTO) and _NAME.fullmatch(text) is None:
+        raise UserError(f"expected cpu, cuda, cuda:N or auto, got {text!r}")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """How GPUs are found and opened."""
+
+    count: Callable[[], int] = visible_devices
+    open: Callable[[int], CudaApi] = runtime_of_device
+    compile: CompileSource = compiled_here
+
+
+FOUND: list[Devices] = [Devices()]
+"""The devices of this machine. Programs of tests replace the one element by modelled devices."""
+
+
+def why_not(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> str:
+    """Return why a recipe cannot be trained on GPUs; empty if it can."""
+    depth = config.width // config.heads
+    if options.precision != "bfloat16":
+        return "the kernels compute in bfloat16: give --precision bf16"
+    if options.zero or mesh.world_size != mesh.size(DATA_AXIS):
+        return "GPUs train along dp, each with the whole state: omit --zero, fsdp, pp and tp"
+    if options.offload or options.actors or options.plain or options.balance:
+        return "omit --offload, --actors, --plain and --balance"
+    if depth not in DEPTHS:
+        fitting = [str(config.width // one) for one in DEPTHS if config.width % one == 0]
+        choose = f"--heads {' or '.join(fitting)}" if fitting else "a --width that is a multiple of 64"
+        return f"attention has kernels for heads of 64 and 128 features, not {depth}: choose {choose}"
+    if config.vocabulary % 8:
+        return f"products need a vocabulary that is a multiple of 8, not {config.vocabulary}"
+    return ""
+
+
+def device_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> tuple[int, int, int]:
+    """Return the bytes that a rank needs on its GPU: of state, gradients and activations."""
+    training, elements = options.training, ParameterLayout.of(parameter_shapes(config)).size
+    sizes = range(1, mesh.size(DATA_AXIS) + 1)
+    gradients = buffers_most(training.shards, sizes) + int(mesh.world_size > 1) + options.spare_gradients
+    state = elements * (4 * len(arrays_of(training.optimizer)) + 2)
+    rows = training.sequences_per_shard * config.context
+    wide = activation_bytes(config, rows=rows, recompute=options.recompute)
+    largest = 4 * max(config.vocabulary, 4 * config.width) * config.width
+    return state, 2 * elements * gradients, wide // 2 + largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChoice:
+    """The GPU of this rank, by its index among those that are visible, and the ranks that share it."""
+
+    index: int
+    sharing: int
+    count: int
+
+    @classmethod
+    def of(cls, device: str, count: int, launched: RankEnvironment | None) -> DeviceChoice:
+        """Choose for a rank of a host with `count` visible GPUs. Raises `UserError` for an absent one."""
+        ranks, place = (1, 0) if launched is None else (launched.ranks_per_host, launched.local_rank)
+        found = _NAME.fullmatch(device)
+        asked = None if found is None else found["index"]
+        if asked is not None:
+            if int(asked) >= count:
+                raise UserError(
+                    f"--device {device}: {count} GPUs are visible here, cuda:0 to cuda:{count - 1}."
+                )
+            return cls(index=int(asked), sharing=ranks, count=count)
+        index = place % count
+        return cls(index=index, sharing=len(range(index, ranks, count)), count=count)
+
+
+def open_device(
+    options: TrainOptions, config: GPTConfig, mesh: Mesh, launched: RankEnvironment | None
+) -> tuple[Executor | None, str]:
+    """Return what this rank computes with, None for the CPU, and a sentence that says which and why.
+
+    Raises `UserError` if `--device cuda` cannot be had.
+    """
+    if options.device == CPU:
+        return None, ""
+    if options.device != AUTO:
+        return _opened(options, config, mesh, launched)
+    if launched is not None and launched.hosts > 1:
+        raise UserError("--device auto chooses on one host: give cpu or cuda for a job of several.")
+    try:
+        return _opened(options, config, mesh, launched)
+    except UserError as error:
+        return None, f"device cpu: {error}"
+
+
+def _opened(
+    options: TrainOptions, config: GPTConfig, mesh: Mesh, launched: RankEnvironment | None
+) -> tuple[Executor, str]:
+    reason = why_not(options, config, mesh)
+    if reason:
+        raise UserError(f"--device {options.device}: {reason}.")
+    require_kernel(options.training.optimizer)
+    devices, shown = FOUND[0], f"--device {options.device}"
+    count = devices.count()
+    if not count:
+        raise UserError(f"{shown}: no GPU is visible. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use cpu.")
+    choice = DeviceChoice.of(options.device, count, launched)
+    api = devices.open(choice.index)
+    facts, driver = api.facts(), api.driver_version()
+    architecture_of(facts.compute_capability, facts.name)
+    if driver < DRIVER_LEAST:
+        raise UserError(
+            f"{shown}: the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, and the kernels are "
+            "compiled by 13.0. Update it to version 580 or newer, or use cpu."
+        )
+    _require_memory(api, device_bytes(options, config, mesh), choice, shown)
+    where = f"device cuda:{choice.index} ({facts.name}, {facts.pci})"
+    if choice.sharing > 1:
+        where += f", shared by {choice.sharing} ranks"
+    return Executor(api, compile=devices.compile), where
+
+
+def _require_memory(api: CudaApi, needs: tuple[int, int, int], choice: DeviceChoice, shown: str) -> None:
+    total, name = api.memory_info()[1], api.facts().name
+    needed = sum(needs) * choice.sharing
+    if needed > total:
+        state, gradients, activations = map(in_words, needs)
+        who = "1 rank needs" if choice.sharing == 1 else f"{choice.sharing} ranks need"
+        raise UserError(
+            f"{shown}: the training does not fit the GPU: {who} {in_words(needed)} (each {state} of state, "
+            f"{gradients} of gradients, {activations} of activations), and {name} has {in_words(total)}. "
+            "Choose fewer --sequences-per-shard, --recompute on, a smaller model, or fewer ranks a GPU."
+        )

@@ -23,7 +23,8 @@ from zbmd.collectives.scenarios.collectives import CollectivesScenario
 from zbmd.collectives.scenarios.repair import RepairScenario
 from zbmd.collectives.scenarios.subgroups import SubgroupsScenario
 from zbmd.training.scenarios.commit import CommitScenario
-from zbmd.training.scenarios.loop import LoopScenario, ShardScenario
+from zbmd.training.scenarios.loop import LoopScenario
+from zbmd.training.scenarios.sharded_loop import ShardScenario
 from zbmd.training.scenarios.training import TrainingScenario
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import FaultPlan, Options, Scenario, ScenarioReport, run_scenario

@@ -5,15 +5,14 @@ end the step alone. What members do together is a *meeting*, which each ends in 
 by a notice of death, a member that has withdrawn, or a view that has come meanwhile. A node restarts the
 dead.
 
-Checked: a version has one content, whoever has made it, from whole gradients of its predecessor; the steps of
-a living rank end once each, in order; a replacement has the state of a rank that was where a step begins. The
-state is lost only with all ranks that had it. Once the kills stop, every rank must finish.
+In some runs the dead stay away, and the loop goes on with the others (`--on-loss shrink`); in some of those a
+rank comes late, and is taken in between two steps, once a vote has asked for it. The shares of a batch are
+divided among those that take part.
 
-`ShardScenario` is the same with sharded state: a shard for each rank, a copy of it at its buddy, which
-replays its ward's updates, and the delivery of gradients before each vote, which may end at some ranks and
-fail at others. Checked besides: a shard and a copy are always of their version, made of whole gradients of
-their own rank; a vote is cast by a rank that holds its ward's gradients; shards move between steps only; the
-state is lost only where no living rank has a shard or its copy.
+Checked: a version has one content, whoever has made it, from whole gradients of its predecessor, which have
+each share of the batch once; the steps of a living rank end once each, in order; a replacement or newcomer
+has the state of a rank that was where a step begins. The state is lost only with all ranks that had it. Once
+the kills stop, every rank must finish.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, TypeVar, assert_never
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar, assert_never
 
 from zbmd.actors.view import RANKS_MAX, MemberId
 from zbmd.collectives.scenarios.hosted_job import (
+    LATE_SHARE,
+    SHRINK_SHARE,
     JobOptions,
     JobScenario,
     MemberProcess,
@@ -36,6 +37,7 @@ from zbmd.collectives.scenarios.node import NodeProcess
 from zbmd.collectives.scenarios.repair import CALL_NS_MAX, GO_ON_SHARE, TICK_NS_MAX, Meeting, conditions_of
 from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.fsdp.division import Move, Report
+from zbmd.training.torch.shares import Shares
 from zbmd.transport import sim
 
 TAIL_NS_MAX = 100_000
@@ -63,6 +65,8 @@ class LoopWorld:
     ended: dict[MemberId, int] = field(default_factory=dict[MemberId, int])
     """The last version whose step a member has ended."""
     lives: Callable[[MemberId], bool] = lambda member: True
+    size: int = 0
+    """The number of ranks that made the last step."""
     ways: set[str] = field(default_factory=set[str])
 
 
@@ -88,13 +92,51 @@ class Given:
 WorldT = TypeVar("WorldT", bound=LoopWorld)
 
 
+class Gradients(NamedTuple):
+    """The gradients of a rank: of the state that they were computed from, and of these shares of a batch."""
+
+    content: Content
+    shares: tuple[int, ...]
+
+
+class Told(NamedTuple):
+    """The report of a rank to a meeting, and whether it divides shares."""
+
+    report: Report
+    divides: bool
+
+
+class Voted(NamedTuple):
+    """The vote of a rank, and whether it asks all to take others in."""
+
+    ballot: tx.Ballot
+    asks: bool
+
+
+class NumberedShares(Shares):
+    """The shares of a batch of numbers: nothing has to be done for them."""
+
+    def check(self) -> None:
+        """See `Shares`."""
+
+    def begin(self) -> None:
+        """See `Shares`."""
+
+
 class LoopRank(MemberProcess):
     """The driver of one rank: performs the machine's actions on the world, decides nothing."""
+
+    machine_type: type[tx.Transactions] = tx.Transactions
+    shares_type: type[Shares] = NumberedShares
 
     def __init__(self, world: LoopWorld, rank: int, incarnation: int, rng: random.Random) -> None:
         super().__init__(rank, incarnation, rng)
         self.world = world
-        self.machine = self._made(fresh=False)
+        self.machine = self.machine_type()
+        self.shares: Shares = self.shares_type(world.options.world_size, "--on-loss shrink")
+        self.divides = False
+        self.grows = False
+        """Whether a vote of this group has asked all to take others in."""
         self.begun = False
         self.round = 1
         """Of the groups that are made of one view."""
@@ -107,7 +149,17 @@ class LoopRank(MemberProcess):
         self.waits = True
 
     def _made(self, *, fresh: bool) -> tx.Transactions:
-        return tx.Transactions(fresh=fresh)
+        return self.machine_type(fresh=fresh)
+
+    @property
+    def place(self) -> int:
+        """Its number among those that take part."""
+        return self.members.index(self.member)
+
+    @property
+    def size(self) -> int:
+        """The number of those that take part."""
+        return len(self.members)
 
     @property
     def group(self) -> tuple[int, int]:
@@ -132,6 +184,8 @@ class LoopRank(MemberProcess):
         if self.known.finished:
             self.world.finished.add(self.member.rank)  # the run has ended; who is replaced now learns it
             return [sim.Exit()]
+        others = [member.rank for member in self.members] != list(self.known.ranks)
+        self.divides = self.divides or (others and bool(self.members) and not self.machine.fresh)
         self.entered, self.members, self.round = self.known.epoch, self.known.ids, 1
         self.parted.clear()
         self.waits = False
@@ -170,7 +224,7 @@ class LoopRank(MemberProcess):
 
     def _meeting(self, stage: Stage) -> Meeting:
         members = tuple(member for member in self.members if member.rank in stage.ranks)
-        fixed = stage.name in ("standings", "reports", "share", "give")
+        fixed = stage.name in ("standings", "reports", "share", "give", "divide", "agree")
         number = stage.ranks[-1] if stage.name == "give" else 0 if fixed else self.machine.version
         number = number if stage.number < 0 else stage.number
         key = (self.group, stage.name, number)
@@ -183,13 +237,11 @@ class LoopRank(MemberProcess):
             case "standings":
                 return "in loop" if self.member in self.world.in_loop else "joining" if self.begun else "new"
             case "reports":
-                return self.machine.report
+                return Told(self.machine.report, self.divides)
             case "gradients":
-                return self.content
+                return Gradients(self.content, self.shares.own(self.place))
             case "vote":
-                (vote,) = self._handle(tx.Prepared())
-                assert isinstance(vote, tx.Vote)
-                return vote.ballot
+                return Voted(self._ballot(), self._is_offered_more)
             case "give":
                 ended = self.world.ended.get(self.member, 0)
                 gives = stage.source == self.member.rank
@@ -200,14 +252,24 @@ class LoopRank(MemberProcess):
             case _:
                 return None
 
+    def _ballot(self) -> tx.Ballot:
+        (vote,) = self._handle(tx.Prepared())
+        assert isinstance(vote, tx.Vote)
+        return vote.ballot
+
+    @property
+    def _is_offered_more(self) -> bool:
+        return self.known.epoch > self.entered and len(self.known.members) > self.size
+
     def _ends(self, stage: Stage, brought: list[object], now_ns: int) -> list[sim.Effect[Message]]:
         match stage.name:
             case "standings":
                 return self._standings(brought, now_ns)
             case "reports":
-                reports = tuple(report for report in brought if isinstance(report, Report))
-                place = self.members.index(self.member)
-                return self._perform(self._handle(tx.Met(place=place, reports=reports)), now_ns)
+                told = [one for one in brought if isinstance(one, Told)]
+                self.divides = any(one.divides for one in told)
+                reports = tuple(one.report for one in told)
+                return self._perform(self._handle(tx.Met(place=self.place, reports=reports)), now_ns)
             case "share":
                 return self._perform(self._handle(tx.Shared()), now_ns)
             case "give":
@@ -216,18 +278,28 @@ class LoopRank(MemberProcess):
                     given = brought[source]
                     assert isinstance(given, Given)
                     version, self.content = given.version, given.content
-                    self.world.in_loop.add(self.member)
-                    self.world.ended[self.member] = version
                     self.world.ways.add("takes")
                     self.actions += self._handle(tx.Taken(version=version))
                 return self._perform([], now_ns)
             case "gradients":
-                assert set(brought) == {self.content}, f"{self.member} reduces gradients of {set(brought)}"
-                self.gradients = self.content
+                self._reduced([one for one in brought if isinstance(one, Gradients)])
                 return self._begin("vote", now_ns)
+            case "grow":
+                return self._cut(now_ns, withdraws=False)
             case _:
-                ballots = tuple(ballot for ballot in brought if isinstance(ballot, tx.Ballot))
+                votes = [vote for vote in brought if isinstance(vote, Voted)]
+                self.grows = any(vote.asks for vote in votes)
+                ballots = tuple(vote.ballot for vote in votes)
                 return self._perform(self._handle(tx.AllVoted(ballots=ballots)), now_ns)
+
+    def _reduced(self, brought: list[Gradients]) -> None:
+        of = {one.content for one in brought}
+        assert of == {self.content}, f"{self.member} reduces gradients of {of}"
+        shares = sorted(share for one in brought for share in one.shares)
+        assert shares == list(range(self.shares.shares)), (
+            f"{self.member} reduces gradients of shares {shares}"
+        )
+        self.gradients = self.content
 
     def _standings(self, brought: list[object], now_ns: int) -> list[sim.Effect[Message]]:
         if "in loop" not in brought:
@@ -236,18 +308,26 @@ class LoopRank(MemberProcess):
                 self.world.state_lost = True
                 return [sim.Exit()]
             self.world.in_loop.add(self.member)
-            self.begun = True
-            return self._begin("gradients", now_ns)
+            self.begun, self.machine = True, self._made(fresh=False)
+            if self.size < self.shares.shares:
+                self.shares.assign(self.place, self.size)
+            return self._found(now_ns)
         if not self.begun:
             self.begun, self.machine = True, self._made(fresh=True)
         return self._begin("reports", now_ns)
 
-    def _cut(self, now_ns: int) -> list[sim.Effect[Message]]:
-        self._meeting(self.stages[0]).withdrawn = True
+    def _found(self, now_ns: int) -> list[sim.Effect[Message]]:
+        """Begin, as one of the first ranks of the loop."""
+        return self._begin("gradients", now_ns)
+
+    def _cut(self, now_ns: int, *, withdraws: bool = True) -> list[sim.Effect[Message]]:
+        """Give up the groups, and wait for the next view. withdraws: from the meeting under way."""
+        if withdraws:
+            self._meeting(self.stages[0]).withdrawn = True
         self.world.left[self.member] = self.group
         self.stages.clear()
         self.actions.clear()
-        self.waits = True
+        self.waits, self.grows = True, False
         if self.begun:
             self._handle(tx.Cut())
         return [*self._link(), *self._enter(now_ns)]
@@ -288,10 +368,22 @@ class LoopRank(MemberProcess):
                     assert_never(action)
         if self.stages:  # another replacement waits for the state
             return self._tick(now_ns)
+        self._recovered()
         return self._begin("gradients", now_ns)
 
+    def _recovered(self) -> None:
+        """A meeting is over: this rank has the state, and its part of each batch."""
+        if self.member not in self.world.in_loop:
+            self.world.in_loop.add(self.member)
+            self.world.ended[self.member] = self.machine.version
+        if self.divides:
+            self.shares.assign(self.place, self.size)
+
     def _update(self, *, promoted: bool, now_ns: int) -> list[sim.Effect[Message]]:
+        if promoted:
+            self._recovered()
         self.world.ways.add("promotes" if promoted else "commits")
+        self._note_size()
         version = self.machine.version
         assert self.gradients == self.content, f"{self.member} updates with gradients of {self.gradients}"
         assert len(self.content) == version - 1, f"{self.member} makes {version} of {self.content}"
@@ -305,7 +397,13 @@ class LoopRank(MemberProcess):
         if version >= self.world.options.steps:
             self.world.finished.add(self.member.rank)
             return [sim.Exit()]
-        return self._begin("gradients", now_ns)
+        return self._begin("grow" if self.grows else "gradients", now_ns)
+
+    def _note_size(self) -> None:
+        before, size = self.world.size, self.size
+        if before and size != before:
+            self.world.ways.add("grows" if size > before else "shrinks")
+        self.world.size = size
 
 
 def build(
@@ -316,7 +414,7 @@ def build(
     world.lives = add_processes(
         simulation,
         world.options.world_size,
-        lambda _: NodeProcess(world, simulation.rng("regroups")),
+        lambda _: NodeProcess(world, simulation.rng("regroups"), simulation.rng("late")),
         partial(rank, world),
     )
     return simulation, world
@@ -326,208 +424,28 @@ def build(
 class LoopScenario(JobScenario[JobOptions, LoopWorld]):
     """The machine of a resilient loop and a node's, over meetings. `length` counts steps."""
 
+    rank: ClassVar[type[LoopRank]] = LoopRank
     name: str = "loop"
-    description: str = "steps of a PyTorch loop: kills before, in and after votes, and in recoveries"
+    description: str = "steps of a PyTorch loop: kills in and about votes and recoveries, replace or shrink"
 
     def options_of(self, seed: int | str, options: sim.Options) -> JobOptions:
         """See `JobScenario`."""
-        return JobOptions(world_size=min(options.ranks, RANKS_MAX), steps=options.length)
+        rng = random.Random(f"{seed}/options")
+        shrink = rng.random() < SHRINK_SHARE
+        late = shrink and rng.random() < LATE_SHARE
+        size = min(options.ranks, RANKS_MAX)
+        return JobOptions(world_size=size, steps=options.length, shrink=shrink, late=late)
 
     def made(self, seed: int | str, job: JobOptions) -> tuple[sim.Simulation[Message], LoopWorld]:
         """See `JobScenario`."""
-        return build(seed, LoopWorld(job), LoopRank)
+        return build(seed, LoopWorld(job), self.rank)
 
     def is_over(self, simulation: sim.Simulation[Message], world: LoopWorld) -> bool:
-        """Return whether all have finished, or the state was lost with all who had it."""
+        """Return whether all have finished, or the state was lost with all who had it.
+
+        With a loop that shrinks, those that were lost stay away.
+        """
         size = world.options.world_size
         everyone = not any(simulation.lives(f"rank{rank}") for rank in range(size))
-        return everyone and (world.state_lost or len(world.finished) == size)
-
-
-Shard: TypeAlias = tuple[int, Content]
-"""A rank, and the versions whose gradients its shard has taken in."""
-
-
-@dataclass(slots=True)
-class ShardWorld(LoopWorld):
-    """The state that outlives a process."""
-
-    copies: dict[MemberId, Shard] = field(default_factory=dict[MemberId, Shard])
-    """The copies that members keep of shards of their wards."""
-
-
-class ShardRank(LoopRank):
-    """The driver of one rank."""
-
-    def __init__(self, world: ShardWorld, rank: int, incarnation: int, rng: random.Random) -> None:
-        super().__init__(world, rank, incarnation, rng)
-        self.shards = world
-        self.size = world.options.world_size
-        self.shard: Shard = (rank, ())
-        self.held: Shard | None = None
-        """The shard of the ward from which the gradients were computed that this rank holds."""
-        self.ballot: tx.Ballot | None = None
-
-    def _made(self, *, fresh: bool) -> tx.Transactions:
-        size = self.world.options.world_size
-        return tx.Transactions(fresh=fresh, sharded=True, place=self.member.rank, size=size)
-
-    @property
-    def ward(self) -> int:
-        """The rank of which this one keeps a copy."""
-        return (self.member.rank - 1) % self.size
-
-    def check_invariants(self) -> None:
-        """See `LoopRank`; and that shard and copy are of this version."""
-        super().check_invariants()
-        copy = self.shards.copies.get(self.member)
-        if not self.machine.fresh:
-            assert self.shard == (self.member.rank, self.content), f"{self.member} has {self.shard}"
-        if self.machine.keeps:
-            assert copy == (self.ward, self.content), f"{self.member} keeps {copy} at {self.content}"
-
-    # ---- meetings
-
-    def _standings(self, brought: list[object], now_ns: int) -> list[sim.Effect[Message]]:
-        effects = super()._standings(brought, now_ns)
-        if self.stages and self.stages[0].name == "gradients":  # the first ranks: each gets its copy
-            return self._begin("reports", now_ns)
-        return effects
-
-    def _brings(self, stage: Stage) -> object:
-        match stage.name:
-            case "deliver":
-                assert self.gradients is not None, f"{self.member} delivers no whole gradients"
-                return (self.member.rank, self.gradients)
-            case "vote":
-                return self.ballot
-            case "rest":
-                return super()._brings(Stage("give", stage.ranks, stage.source))
-            case "shard":
-                return self.shards.copies.get(self.member)
-            case "copy":
-                return self.shard
-            case _:
-                return super()._brings(stage)
-
-    def _ends(self, stage: Stage, brought: list[object], now_ns: int) -> list[sim.Effect[Message]]:
-        match stage.name:
-            case "gradients":
-                assert set(brought) == {self.content}, f"{self.member} reduces gradients of {set(brought)}"
-                self.gradients = self.content
-                return self._perform(self._handle(tx.Prepared()), now_ns)
-            case "deliver":
-                place = next(i for i, member in enumerate(self.members) if member.rank == self.ward)
-                held = brought[place]
-                assert isinstance(held, tuple)
-                self.held = held
-                return self._perform(self._handle(tx.Delivered()), now_ns)
-            case "rest" | "shard" | "copy":
-                if stage.source != self.member.rank:
-                    self._take(stage, brought[stage.ranks.index(stage.source)])
-                return self._perform([], now_ns)
-            case _:
-                return super()._ends(stage, brought, now_ns)
-
-    def _take(self, stage: Stage, given: object) -> None:
-        match stage.name:
-            case "rest":
-                assert isinstance(given, Given)
-                self.content = given.content
-            case "shard":
-                assert given == (self.member.rank, self.content), f"{self.member} gets {given} for its shard"
-                self.shard = (self.member.rank, self.content)
-            case _:
-                assert given == (self.ward, self.content), f"{self.member} gets {given} to keep"
-                self.shards.copies[self.member] = (self.ward, self.content)
-                if not self.machine.fresh:
-                    self.actions += self._handle(tx.Kept())
-        if self.machine.fresh and not any(isinstance(action, Move) for action in self.actions):
-            version = len(self.content)
-            self.world.in_loop.add(self.member)
-            self.world.ended[self.member] = version
-            self.world.ways.add("takes")
-            self.actions += self._handle(tx.Taken(version=version))
-
-    def _cut(self, now_ns: int) -> list[sim.Effect[Message]]:
-        effects = super()._cut(now_ns)
-        if self.waits and self.known.epoch == self.entered and self._lives_on():
-            return self._again(now_ns)
-        return effects
-
-    def _is_doomed(self, meeting: Meeting) -> bool:
-        # Others may have gone to a newer view before this rank has made further groups of the old one.
-        return super()._is_doomed(meeting) or (self.round > 1 and self.known.epoch > self.entered)
-
-    def _lives_on(self) -> bool:
-        return (self.lost | self.parted).isdisjoint(self.members)
-
-    def _again(self, now_ns: int) -> list[sim.Effect[Message]]:
-        """Give up the groups, and make others of the same view."""
-        self.world.left[self.member] = self.group
-        self.round, self.waits = self.round + 1, False
-        return self._begin("standings", now_ns)
-
-    # ---- actions
-
-    def _perform(self, actions: list[tx.Action], now_ns: int) -> list[sim.Effect[Message]]:
-        self.actions += actions
-        match self.actions[0] if self.actions else None:
-            case tx.Deliver():
-                self.actions.clear()
-                return self._begin("deliver", now_ns)
-            case tx.Vote(ballot=ballot):
-                self.actions.clear()
-                self.ballot = ballot
-                return self._begin("vote", now_ns)
-            case tx.Meet():
-                self.world.ways.add("waits")
-                self.actions.clear()
-                return self._again(now_ns)
-            case tx.Repeat():
-                self.held = None
-                self.gradients = None
-                self.world.ways.add("repeats")
-                self.actions.pop(0)
-                return self._perform([], now_ns)
-            case Move(what=what, source=source, target=target):
-                self.actions.pop(0)
-                ranks = tuple(sorted((source, target)))  # of all ranks, whose places are their numbers
-                self.stages = [Stage(what.value, ranks, source, source * self.size + target)]
-                return self._tick(now_ns)
-            case tx.Fail(lost=True):
-                return self._lose()
-            case _:
-                return super()._perform([], now_ns)
-
-    def _lose(self) -> list[sim.Effect[Message]]:
-        fresh = {member.rank for member in self.members if member not in self.world.in_loop}
-        copies = {copy[0] for member, copy in self.shards.copies.items() if member in self.members}
-        assert not fresh <= copies, f"{self.member} gives up shards {fresh}, of which copies are kept"
-        self.world.ways.add("is lost")
-        self.world.state_lost = True
-        return [sim.Exit()]
-
-    def _update(self, *, promoted: bool, now_ns: int) -> list[sim.Effect[Message]]:
-        before = self.content
-        effects = super()._update(promoted=promoted, now_ns=now_ns)
-        self.shard = (self.member.rank, self.content)
-        if self.size > 1:
-            assert self.held == (self.ward, before), f"{self.member} replays {self.held} upon {before}"
-            self.shards.copies[self.member] = (self.ward, self.content)
-        self.held = None
-        return effects
-
-
-@dataclass(frozen=True)
-class ShardScenario(LoopScenario):
-    """As `LoopScenario`, with a sharded state."""
-
-    name: str = "shards"
-    description: str = (
-        "a PyTorch loop with shards, whose copies replay updates: kills before, in and after votes"
-    )
-
-    def made(self, seed: int | str, job: JobOptions) -> tuple[sim.Simulation[Message], ShardWorld]:
-        """See `JobScenario`."""
-        return build(seed, ShardWorld(job), ShardRank)
+        finished = bool(world.finished) if world.options.shrink else len(world.finished) == size
+        return everyone and (world.state_lost or finished)

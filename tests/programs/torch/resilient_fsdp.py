@@ -198,7 +198,9 @@ def main() -> None:
             rate = optimizer.param_groups[0]["lr"]
             log.append((run.steps, tuple(index.tolist()), rate, run.metrics["loss"], scaler.get_scale()))
     rank = dist.get_rank()
-    model.reshard()
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # a loss after the last evaluation has done so
+            module.reshard()
     state = [optimizer.state.get(each, {}) for each in model.parameters()]
     final = digest(list(model.parameters()), list(model.buffers()), state)
     tell_whole("ends", model, optimizer)

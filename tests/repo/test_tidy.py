@@ -30,6 +30,8 @@ LONG_CYTHON = "cdef int walk(int n) noexcept nogil:\n" + "    n += 1\n" * 70 + "
 SWALLOW = "for x in y:\n    try:\n        f()\n    except (OSError, BaseException):\n        continue\n"
 DIRECT_TIMING = "def f():\n    start = time.monotonic()\n    assert time.monotonic() - start < 1\n"
 NAMED_TIMING = "def f():\n    a = now_ns()\n    spent = now_ns() - a\n    assert 0 < spent / 1e6 < 3\n"
+PROGRAM = "import os\n" + "print(os.getpid())\n" * 5
+NO_PROGRAM = "a line of text, def and import\n" * 9
 LONG_PYTHON = "def walk(n):\n" + "    n += 1\n" * 70
 
 # (path, text, line, rule): the breach that must be reported, and no other.
@@ -64,6 +66,8 @@ PLANTED = [
     ("tests/actors/test_a.py", "async def f(n):\n    await asyncio.sleep(n)\n", 2, "test-sleep"),
     ("tests/test_a.py", DIRECT_TIMING, 3, "test-timing"),
     ("tests/test_a.py", NAMED_TIMING, 4, "test-timing"),
+    ("tests/test_a.py", f"x = 1\nSCRIPT = {PROGRAM!r}\n", 2, "test-program"),
+    ("tests/support/a.py", f"SCRIPT = f'''{{x}}\n{PROGRAM}'''\n", 1, "test-program"),
     ("actors/broken.py", "def f(:\n", 1, "syntax"),
 ]
 
@@ -84,6 +88,10 @@ ALLOWED = [
     ("actors/a.py", "try:\n    f()\nexcept Exception:\n    log()\n    raise\n"),
     ("tests/test_a.py", "async def f():\n    await asyncio.sleep(0)\n"),
     ("tests/test_a.py", "def f():\n    before = now_ns()\n    assert g().at_ns >= before\n"),
+    ("tests/test_a.py", f"SCRIPT = {PROGRAM[: PROGRAM.rindex('print')]!r}\n"),
+    ("tests/test_a.py", f"TEXT = {NO_PROGRAM!r}\n"),
+    ("tests/repo/test_watch.py", f"SCRIPT = {PROGRAM!r}\n"),
+    ("tools/a.py", f"SCRIPT = {PROGRAM!r}\n"),
     ("tools/bench.py", "def f():\n    time.sleep(1)\n"),
 ]
 

@@ -17,6 +17,7 @@ import io
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,6 +44,10 @@ TEST_PACKAGES = ("tests/support/", "tests/programs/")
 PURE_MODULES = ("collectives/algorithms/*.py", "transport/machine.py")
 # The one helper with which programs that tests start wait for other processes.
 POLLING = "tests/support/processes/polling.py"
+# Programs longer than this that tests start are files in `tests/programs`, which the type checkers see.
+PROGRAM_LINES_MAX = 5
+# What these give to the tools that they test is text.
+PROGRAM_INPUTS = ("tests/repo/test_tidy*.py", "tests/repo/test_watch.py")
 # Tests on the simulator's clock: a sleep there takes no time, and how long a thing takes is exact.
 VIRTUAL_TIME = ("tests/*/test_sim_*.py",)
 IMPURE_IMPORTS = frozenset(
@@ -348,6 +353,36 @@ def sleeping_tests(source: Source) -> Iterator[Breach]:
             )
 
 
+def programs_in_strings(source: Source) -> Iterator[Breach]:
+    """Programs that tests start are files: a string of more than PROGRAM_LINES_MAX lines is none."""
+    if source.tree is None or not source.is_test or matches(source.path, PROGRAM_INPUTS):
+        return
+    parts = {part for node in source.nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in source.nodes:
+        text = _string(node) if node not in parts else ""
+        lines = sum(bool(line.strip()) for line in text.splitlines())
+        if lines > PROGRAM_LINES_MAX and _is_program(text):
+            advice = f"a program of {lines} lines in a string; make it a file in tests/programs"
+            yield source.breach(getattr(node, "lineno", 1), "test-program", advice)
+
+
+def _string(node: ast.AST) -> str:
+    """Return the text of a string, with 0 for each value that is put into it."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_string(part) or "0" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _is_program(text: str) -> bool:
+    """Return whether `text` is Python that imports or defines something."""
+    try:
+        tree = ast.parse(textwrap.dedent(text))
+    except (SyntaxError, ValueError):
+        return False
+    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return any(isinstance(node, kinds) for node in ast.walk(tree))
+
+
 def timing_assertions(source: Source) -> Iterator[Breach]:
     """No test asserts how long something took. A heuristic: it follows differences of clock readings."""
     if source.tree is None or not source.is_test or matches(source.path, VIRTUAL_TIME):
@@ -411,6 +446,7 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     home_paths,
     merge_markers,
     sleeping_tests,
+    programs_in_strings,
     timing_assertions,
 )
 

@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from programs import PROGRAMS
+from support.actors.remote_counter import Add, Counter, Crash, Hold, Through, Total, endpoint
 
-from zbmd.actors.contracts import Contract, fingerprints
+from zbmd.actors.contracts import fingerprints
 from zbmd.actors.core import wire
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.actor_base import MailboxSpec
-from zbmd.actors.core.context import deadline_ns, trace_id
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.ref import Down, Exited, Reason, ReasonKind, Ref, Undelivered
 from zbmd.actors.errors import (
@@ -40,66 +41,14 @@ from zbmd.transport.errors import (
     RemoteProtocolError,
     ZbmdError,
 )
-from zbmd.transport.identity import Identity
 from zbmd.transport.link.interface import LinkLimits
-from zbmd.transport.shm.connect import Endpoint, link_pair, listen
+from zbmd.transport.shm.connect import link_pair, listen
 from zbmd.transport.shm.link import ShmLink
 
 Pair = tuple[ActorSystem, ActorSystem]
 Join = Callable[..., None]
 SMALL = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 13, queue_frames_max=32)
 TIMEOUT_S = 60.0
-
-
-class Add(Contract, id="remote.add"):
-    amount: int
-    pad: str = ""
-
-
-class Total(Contract, id="remote.total"):
-    value: int
-    deadline_ns: int = 0
-    trace_id: int = 0
-
-
-class Crash(Contract, id="remote.crash"):
-    pass
-
-
-class Hold(Contract, id="remote.hold"):
-    pass
-
-
-class Through(Contract, id="remote.through"):
-    to: Ref
-
-
-class Counter(Actor, remote=True):
-    def __init__(self, start: int = 0) -> None:
-        if start < 0:
-            raise ValueError("negative")
-        self.value = start
-        self.gate = asyncio.Event()
-
-    @on(Add)
-    async def add(self, message: Add) -> Total:
-        self.value += message.amount
-        return Total(self.value, deadline_ns(), trace_id())
-
-    @on(Crash)
-    async def crash(self, _: Crash) -> None:
-        raise ValueError("boom")
-
-    @on(Hold)
-    async def hold(self, _: Hold) -> None:
-        await self.gate.wait()
-
-    @on(Through)
-    async def through(self, message: Through) -> Total:
-        inner = await message.to.ask(Add(1), reply=Total)
-        assert inner.trace_id == trace_id()
-        assert abs(inner.deadline_ns - deadline_ns()) < TIMEOUT_S / 2 * 1e9
-        return inner
 
 
 class Listener(Actor):
@@ -365,13 +314,6 @@ async def test_a_newer_incarnation_of_a_process_replaces_the_older(system: Actor
     await new.stop()
 
 
-def endpoint(name: str, contracts: dict[str, str], incarnation: int = 1) -> Endpoint:
-    identity = Identity(
-        name=name, pid=os.getpid(), uid=os.getuid(), incarnation=incarnation, contracts=contracts
-    )
-    return Endpoint(identity=identity, cookie=bytes(32))
-
-
 async def test_contradicting_contracts_are_refused_at_attach(system: ActorSystem) -> None:
     theirs = fingerprints() | {"remote.add/1": "0" * 16}
     to_them, to_us = link_pair(endpoint("rank0", {}), endpoint("rank1", theirs))
@@ -397,27 +339,7 @@ async def test_garbage_ends_its_own_link_and_nothing_else(system: ActorSystem) -
 
 # A real process, killed.
 
-LOAD = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("remote_child", sys.argv[1])
-module = sys.modules["remote_child"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.child_main(sys.argv[2])
-"""
-
-
-def child_main(address: str) -> None:
-    """The other process: dials, serves a counter, and lives until it is killed."""
-
-    async def main() -> None:
-        from zbmd.transport.shm.connect import dial
-
-        system = ActorSystem("rank1", 4)
-        await system.spawn(Counter, name="counter")
-        system.attach(await dial(address, endpoint("rank1", fingerprints(), incarnation=4)))
-        await asyncio.Event().wait()
-
-    asyncio.run(main())
+SERVES = str(PROGRAMS / "actors" / "serves_counter.py")
 
 
 @asynccontextmanager
@@ -426,7 +348,7 @@ async def other_process(here: ActorSystem) -> AsyncGenerator[int]:
     address = f"zbmd-test-{os.getpid()}-{os.urandom(4).hex()}"
     came: asyncio.Future[ShmLink] = asyncio.get_running_loop().create_future()
     listener = listen(address, came.set_result, endpoint(here.name, fingerprints()))
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", LOAD, __file__, address)
+    child = await asyncio.create_subprocess_exec(sys.executable, SERVES, address)
     try:
         async with asyncio.timeout(20):
             here.attach(await came)

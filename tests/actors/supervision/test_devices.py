@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from programs import PROGRAMS
+from programs.actors import device_kinds
 
 from zbmd.actors.core.ref import Ref
 from zbmd.actors.process_pool.devices import (
@@ -29,37 +30,14 @@ from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import UserError, ZbmdError
 
 SOON = BackOff(first_ns=1_000_000, max_ns=50_000_000)
-CORE = min(os.sched_getaffinity(0))
-KIND = "device_kinds:Core"
+CORE = device_kinds.CORE
+KIND = "programs.actors.device_kinds:Core"
 
 
 @pytest.fixture
 async def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ActorSystem]:
-    """One that supervises; its workers find `device_kinds`, a device that is healthy if a file says so."""
-    (tmp_path / "device_kinds.py").write_text(
-        "import os, pathlib\n"
-        "from zbmd.actors.core.actor import Actor, on\n"
-        "from zbmd.actors.contracts import Contract\n"
-        "from zbmd.actors.process_pool.devices import CpuCore\n"
-        f"SICK = pathlib.Path({str(tmp_path)!r})\n"
-        "class Core(CpuCore):\n"
-        "    def __init__(self, index):\n"
-        f"        super().__init__({CORE})\n"
-        "        self.sick = SICK / f'sick{index}'\n"
-        "    def check(self):\n"
-        "        return 'it is sick' if self.sick.exists() else super().check()\n"
-        "class Where(Contract, id='device_kinds.where'):\n"
-        "    pass\n"
-        "class Here(Contract, id='device_kinds.here'):\n"
-        "    pid: int\n"
-        "    cores: list[int]\n"
-        "class Teller(Actor):\n"
-        "    @on(Where)\n"
-        "    async def where(self, _: Where) -> Here:\n"
-        "        return Here(os.getpid(), sorted(os.sched_getaffinity(0)))\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
+    """One that supervises; its workers have a device that is healthy unless a file says otherwise."""
+    monkeypatch.setenv(device_kinds.SICK_VARIABLE, str(tmp_path))
     made = ActorSystem("boss")
     yield made
     await made.stop()
@@ -84,13 +62,13 @@ async def test_a_worker_has_a_device_and_moves_to_another_when_it_fails(
     system: ActorSystem, tmp_path: Path
 ) -> None:
     devices = [DeviceSpec(name=f"dev{n}", kind=KIND, index=n) for n in range(2)]
-    workers = ProcessPool(system, devices, modules=["device_kinds"], failures=1, quarantine_s=0.2)
+    workers = ProcessPool(
+        system, devices, modules=["programs.actors.device_kinds"], failures=1, quarantine_s=0.2
+    )
     supervisor = await system.supervise([workers.child("w")], intensity=20, back_off=SOON)
     first = worker(system, "w")
     assert first.place == "dev0" and first.process is not None
-    import device_kinds  # type: ignore[import-not-found]
-
-    teller = await system.spawn_on("w", "device_kinds:Teller", name="teller", timeout=20)
+    teller = await system.spawn_on("w", "programs.actors.device_kinds:Teller", name="teller", timeout=20)
     here = await teller.ask(device_kinds.Where(), timeout=10)
     assert (here.pid, here.cores) == (first.process.pid, [CORE])
     (tmp_path / "sick0").touch()

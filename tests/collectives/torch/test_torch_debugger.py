@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from programs import PROGRAMS
 from support.processes.terminal import on_terminal
 
 pytest.importorskip("torch")
@@ -12,20 +13,10 @@ pytest.importorskip("torch")
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
 
-TORCH = """
-import torch.distributed as dist
-import zbmd.torch
-
-dist.init_process_group("zbmd")
-dist.breakpoint(0)
-print("rank", dist.get_rank(), "went on", flush=True)
-dist.destroy_process_group()
-"""
-
 
 def test_torchs_breakpoint_stops_one_rank_and_the_others_wait(launcher: Launcher) -> None:
-    (launcher.directory / "stops.py").write_text(TORCH)
-    with on_terminal(launcher, "run", "-n", "2", "stops.py") as terminal:
+    program = str(PROGRAMS / "torch" / "backend" / "loading" / "stops.py")
+    with on_terminal(launcher, "run", "-n", "2", program) as terminal:
         terminal.until("(Pdb) ")
         terminal.type("p 40 + 2\n")
         terminal.until("42\r\n")

@@ -8,45 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.tools.cli.launch import free_port
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [pytest.mark.optional, pytest.mark.slow]
 
-FOUND = """
-import sys
-import torch
-import torch.distributed as dist
-
-assert "zbmd" in dist.Backend.backend_list, dist.Backend.backend_list
-ours = sorted(name for name in sys.modules if name.startswith("zbmd"))
-assert ours == ["zbmd_autoload"], ours
-assert dist.get_default_backend_for_device("cpu") == "gloo"
-address = sys.argv[1]
-dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-assert "zbmd" not in sys.modules  # a program of gloo imports nothing of it
-dist.destroy_process_group()
-dist.init_process_group("zbmd", store=dist.HashStore(), rank=0, world_size=1)
-x = torch.arange(3.0)
-dist.all_reduce(x)
-assert x.tolist() == [0, 1, 2] and dist.get_backend() == "zbmd"
-dist.destroy_process_group()
-print("found")
-"""
-
-BROKEN = """
-import sys
-import torch
-import torch.distributed as dist
-
-print("torch is there", torch.ones(1).item(), "zbmd" in dist.Backend.backend_list)
-"""
+LOADING = PROGRAMS / "torch" / "backend" / "loading"
+FOUND, UNBROKEN = (str(LOADING / f"{name}.py") for name in ("found", "unbroken"))
 
 
 def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, program, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -61,7 +36,7 @@ def test_it_is_found_without_an_import() -> None:
 
 def test_a_broken_installation_never_breaks_pytorch(tmp_path: Path) -> None:
     (tmp_path / "zbmd.py").write_text("raise ImportError('half of an installation')\n")
-    ended = run(BROKEN, PYTHONPATH=str(tmp_path))
+    ended = run(UNBROKEN, PYTHONPATH=str(tmp_path))
     assert ended.returncode == 0 and ended.stdout == "torch is there 1.0 True\n", ended.stderr
     (tmp_path / "sitecustomize.py").write_text(
         "import zbmd_autoload\n"
@@ -69,13 +44,13 @@ def test_a_broken_installation_never_breaks_pytorch(tmp_path: Path) -> None:
         "    raise AttributeError('another PyTorch')\n"
         "zbmd_autoload.register = broken\n"
     )
-    ended = run(BROKEN, PYTHONPATH=str(tmp_path))
+    ended = run(UNBROKEN, PYTHONPATH=str(tmp_path))
     assert ended.returncode == 0 and ended.stdout == "torch is there 1.0 False\n", ended.stderr
     assert "AttributeError('another PyTorch')" in ended.stderr
 
 
 def test_it_can_be_switched_off() -> None:
-    ended = run(BROKEN, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    ended = run(UNBROKEN, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert ended.returncode == 0 and ended.stdout == "torch is there 1.0 False\n", ended.stderr
-    ended = run(f"import zbmd.torch\n{BROKEN}", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    ended = run(UNBROKEN, "zbmd.torch", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert ended.returncode == 0 and ended.stdout == "torch is there 1.0 True\n", ended.stderr

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from support.processes.kept_lines import Lines
 
-from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.view import OnLoss
+
+if TYPE_CHECKING:
+    from support.jobs.torch_ranks import RunRanks
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [
@@ -17,192 +18,11 @@ pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks that share a core queue all calls"),
 ]
 
-HEAD = """
-import os
-import signal
-import warnings
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-
-import zbmd.torch
-
-torch.set_num_threads(1)
-warnings.filterwarnings("ignore")
-dist.init_process_group("zbmd", timeout=timedelta(minutes=5))
-me, world = dist.get_rank(), dist.group.WORLD
-path = world.made.communicator.fast_path
-
-
-def fails(call, *texts):
-    try:
-        call()
-    except RuntimeError as error:
-        assert all(text in str(error) for text in texts), (texts, str(error))
-    else:
-        raise AssertionError(f"nothing was raised; {texts} was expected")
-
-
-def reduced(value, async_op=True):
-    x = torch.full((4,), float(value))
-    return x, dist.all_reduce(x, async_op=async_op)
-
-
-def let_go():
-    dist.send(torch.ones(1), 1 - me)
-
-
-def wait_to_go():
-    dist.recv(torch.ones(1), 1 - me)
-
-
-reduced(1, async_op=False)  # one that has been made before is repeated
-"""
-
-CALLS = """
-# No thread but the caller's has a part in what is waited for.
-submit, taken = world.made.submit, path.taken
-world.made.submit = lambda *_, **__: 1 / 0
-for k in range(100):
-    x, work = reduced(k)
-    assert work.wait() and (x == 2 * k).all() and work.is_success() and work.result()[0] is x
-    x = functional.all_reduce(torch.full((4,), float(k)), "sum", world)
-    assert (functional.wait_tensor(x) == 2 * k).all()
-assert path.taken == taken + 200
-world.made.submit = submit
-
-# So do those that FSDP, tensor parallelism and samplers make.
-x, rows, out, part = torch.empty(3), torch.empty(2, 3), torch.empty(6), torch.empty(3)
-KINDS = {
-    "broadcast": lambda now: dist.broadcast(x, 1, async_op=now),
-    "all_gather_into_tensor": lambda now: dist.all_gather_into_tensor(out, x, async_op=now),
-    "reduce_scatter_tensor": lambda now: dist.reduce_scatter_tensor(part, rows.flatten(), async_op=now),
-}
-for name, call in KINDS.items():
-    call(False)  # known from now on
-    world.made.submit, taken = (lambda *_, **__: 1 / 0), path.taken
-    for k in range(50):
-        x.fill_(10 * k + me), out.fill_(-1), part.fill_(-1)
-        rows.copy_(torch.arange(6.0).reshape(2, 3) + k + me)
-        work = call(True)
-        assert work.wait() and work.is_success() and len(work.result()) == 1
-        if name == "broadcast":
-            assert (x == 10 * k + 1).all()
-        elif name == "all_gather_into_tensor":
-            assert (out == 10 * k + torch.tensor([0.0, 0, 0, 1, 1, 1])).all()
-        else:
-            assert (part == 2 * torch.arange(6.0).reshape(2, 3)[me] + 2 * k + 1).all()
-    assert path.taken == taken + 50, name
-    world.made.submit = submit
-
-if me == 0:
-    # The other one has not come: the call flies, and that rank needs nothing more of this one.
-    x, work = reduced(1)
-    assert path.flies and not work.is_completed() and not work.is_success() and work.exception() is None
-    let_go()
-    wait_to_go()  # it has the result
-    while not work.is_completed():
-        pass
-    assert not path.flies and (x == 2).all()
-
-    # What comes next ends it, on its own thread.
-    pairs = [reduced(k) for k in range(5)]
-    y = torch.ones(3)
-    other = dist.broadcast(y, 1, async_op=True)
-    z = torch.ones(1 << 16)
-    large = dist.all_reduce(z, async_op=True)
-    let_go()
-    large.wait()
-    assert (z == 2).all() and (y == 7).all()
-    assert all((x == 2 * k).all() for k, (x, _) in enumerate(pairs))
-
-    # Futures, and a wait with a limit, are for another thread.
-    x, work = reduced(3)
-    future = work.get_future().then(lambda done: done.value()[0] * 10)
-    let_go()
-    assert (future.wait() == 60).all()
-    x, work = reduced(3)
-    fails(lambda: work.wait(timedelta(milliseconds=1)), "not done after")
-    let_go()
-    work.wait()
-    assert (x == 6).all()
-    x, work = reduced(4)
-    let_go()
-    reduced(5, async_op=False)
-    assert work.is_completed() and (x == 8).all()
-else:
-    wait_to_go()
-    x, _ = reduced(1, async_op=False)
-    assert (x == 2).all()
-    let_go()
-    wait_to_go()
-    for k in range(5):
-        reduced(k, async_op=False)
-    dist.broadcast(torch.full((3,), 7.0), 1)
-    dist.all_reduce(torch.ones(1 << 16))
-    for value in (3, 3):
-        wait_to_go()
-        reduced(value, async_op=False)
-    wait_to_go()
-    reduced(4, async_op=False)
-    reduced(5, async_op=False)
-
-# Calls that differ: the error is of the one that does, whichever call ends it.
-if me == 0:
-    x, work = reduced(1)
-    let_go()
-    fails(lambda: dist.broadcast(torch.ones(2), 0), "Aborted", "all_reduce(float32[4], SUM) on rank 0")
-    fails(work.wait, "Desynchronised", "all_reduce(float32[4], SUM) on rank 0", "(float32[5], SUM) on rank 1")
-    assert isinstance(work.exception(), dist.DistBackendError) and not work.is_success()
-else:
-    wait_to_go()
-    fails(lambda: dist.all_reduce(torch.ones(5)), "Desynchronised", "all_reduce(float32[4], SUM) on rank 0")
-dist.destroy_process_group()
-
-# A group that is destroyed, and a script that ends, with a call that nobody has waited for.
-dist.init_process_group("zbmd")
-world = dist.group.WORLD
-path = world.made.communicator.fast_path
-reduced(1, async_op=False)
-pair = dist.new_group()
-if me == 0:
-    x, work = reduced(1)
-    assert path.flies
-    dist.destroy_process_group(pair)
-    kept = reduced(2)
-    let_go()
-    dist.destroy_process_group()
-    assert work.is_completed() and not path.flies
-else:
-    wait_to_go()
-print("good")
-"""
-
-KILLED = """
-if me == 0:
-    x, work = reduced(1)
-    assert path.flies
-    let_go()
-    fails(work.wait, "peer rank1 lost", "all_reduce(float32[4], SUM) #2 of default_pg")
-    assert not path.flies
-    print("good")
-else:
-    wait_to_go()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize(("body", "good"), [(CALLS, 2), (KILLED, 1)], ids=["calls", "killed"])
+@pytest.mark.parametrize(
+    ("case", "good", "on_loss"), [("calls", 2, OnLoss.STOP), ("killed", 1, OnLoss.SHRINK)]
+)
 async def test_a_small_call_needs_no_other_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, good: int
+    run_ranks: RunRanks, case: str, good: int, on_loss: OnLoss
 ) -> None:
-    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    script, output = tmp_path / "job.py", Lines()
-    script.write_text(HEAD + body)
-    on_loss = OnLoss.STOP if good == 2 else OnLoss.SHRINK
-    config = HostConfig(target=str(script), world_size=2, on_loss=on_loss, arena_bytes=32 << 20)
-    result = await Host(config, output=output).run()
-    assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
-    assert sum(line.endswith(": good") for line in output.lines) == good, "\n".join(output.lines)
+    await run_ranks("groups/small_calls", case, ranks=2, good=good, on_loss=on_loss, arena_bytes=32 << 20)

@@ -168,28 +168,10 @@ def test_a_run_that_is_stopped_says_so_and_takes_everything_with_it(
     assert_no_socket(address)
 
 
-# Loaded by every interpreter that starts; makes the template's imports take for ever, and only those. The
-# template is a fork of the launcher, and has another name.
-SLOW_IMPORTS = """
-import importlib.abc, pathlib, signal, sys
-
-class Slow(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if pathlib.Path("/proc/self/comm").read_text() == "zbmd-template\\n":
-            print("importing", file=sys.stderr, flush=True)
-            signal.pause()
-
-sys.meta_path.insert(0, Slow())
-"""
-
-
 def test_a_run_is_stopped_while_the_template_still_imports(
     launcher: Launcher, job: tuple[str, ...]
 ) -> None:  # fmt: skip
-    customised = launcher.directory / "customised"
-    customised.mkdir()
-    (customised / "sitecustomize.py").write_text(SLOW_IMPORTS)
-    with launcher.start(*job, PYTHONPATH=str(customised)) as run_job:
+    with launcher.start(*job, PYTHONPATH=str(PROGRAMS / "customised")) as run_job:
         run_job.until("^importing$")
         ctrl_c(run_job)
         assert run_job.end() == 128 + signal.SIGINT

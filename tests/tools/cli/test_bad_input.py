@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -247,8 +246,7 @@ BAD_SETTINGS = [
 @pytest.mark.parametrize(("arguments", "what"), BAD_SETTINGS, ids=[" ".join(c[0]) for c in BAD_SETTINGS])
 def test_a_setting_that_cannot_be_is_told_once(launcher: Launcher, arguments: list[str], what: str) -> None:
     directory = launcher.directory
-    (directory / "script.py").write_text("import asyncio, zbmd\nasync def main():\n"
-        "    async with zbmd.join():\n        pass\nasyncio.run(main())\n")  # fmt: skip
+    (directory / "script.py").touch()
     (directory / "closed").mkdir(mode=0o500)
     (directory / "closed.toml").touch(mode=0)
     (directory / "type.toml").write_text("arena = '1MiB'\nmax_restarts = true\n")
@@ -263,19 +261,7 @@ def test_a_setting_that_cannot_be_is_told_once(launcher: Launcher, arguments: li
 REASON = "raise RuntimeError('the reason')"
 
 
-def script(launcher: Launcher, body: str) -> str:
-    """A script whose every rank joins, runs `body`, and enters each view to come."""
-    path = launcher.directory / "script.py"
-    path.write_text(
-        "import asyncio, numpy, os, sys, threading, zbmd\n"
-        "async def main():\n"
-        "    async with zbmd.join() as worker:\n"
-        f"{textwrap.indent(textwrap.dedent(body), ' ' * 8)}\n"
-        "        while True:\n"
-        "            await worker.view(after=worker.epoch)\n"
-        "zbmd.run(main())\n"
-    )
-    return path.name
+FAILS = str(PROGRAMS / "launched" / "fails.py")
 
 
 def failed(ended: Ended) -> str:
@@ -287,7 +273,7 @@ def failed(ended: Ended) -> str:
 
 
 def test_a_rank_that_raises_before_it_joins_ends_its_waiting_siblings(launcher: Launcher) -> None:
-    path = script(launcher, "")
+    path = "script.py"
     (launcher.directory / path).write_text(
         f"import os, signal\nif os.environ['RANK'] == '1':\n    {REASON}\nsignal.pause()\n"
     )
@@ -310,23 +296,19 @@ def test_all_ranks_failing_alike_at_import_is_told_once(launcher: Launcher) -> N
     assert sum("ModuleNotFoundError" in line for line in ended.errors) == 2, ended
 
 
-@pytest.mark.parametrize("how", [REASON, "sys.exit(3)"])
+@pytest.mark.parametrize("how", ["raises", "exits"])
 def test_a_rank_that_fails_each_time_alike_is_restarted_once(launcher: Launcher, how: str) -> None:
-    path = script(launcher, f"if worker.rank == 1:\n    {how}")
-    ended = launcher.run("run", "-n", "3", "--max-restarts", "2", path)
+    ended = launcher.run("run", "-n", "3", "--max-restarts", "2", FAILS, how)
     told = failed(ended)
     assert "rank1 failed again as a rank did before, with no progress in between: " in told
     assert "The first failure was rank 1's: exit code " in told
-    advice = "Its traceback is above: mend the script" if how == REASON else "ended itself (sys.exit"
+    advice = "Its traceback is above: mend the script" if how == "raises" else "ended itself (sys.exit"
     assert advice in told
     assert sum("its replacement starts" in line for line in ended.errors) == 1, ended
 
 
 def test_a_rank_that_fails_each_time_otherwise_is_restarted_so_often_and_no_more(launcher: Launcher) -> None:
-    path = script(
-        launcher, "if worker.rank == 1:\n    raise [ValueError, KeyError, OSError][worker.incarnation - 1]"
-    )
-    ended = launcher.run("run", "-n", "3", "--max-restarts", "2", path)
+    ended = launcher.run("run", "-n", "3", "--max-restarts", "2", FAILS, "differs")
     told = ended.errors[-1]
     assert ended.code == 1 and "more than 2 restarts within 60 s" in told, ended
     assert "The first failure was rank 1's: exit code " in told
@@ -334,17 +316,7 @@ def test_a_rank_that_fails_each_time_otherwise_is_restarted_so_often_and_no_more
 
 
 def test_the_cause_is_named_and_not_the_siblings_that_lost_their_peer(launcher: Launcher) -> None:
-    path = script(
-        launcher,
-        f"""
-        group = await zbmd.group(worker)
-        for step in range(4):
-            if worker.rank == 1 and step == 3:
-                {REASON}
-            await group.all_reduce(numpy.ones(4))
-        """,
-    )
-    ended = launcher.run("run", "-n", "3", "--on-loss", "shrink", path)
+    ended = launcher.run("run", "-n", "3", "--on-loss", "shrink", FAILS, "reduces")
     assert "The first failure was rank 1's: exit code 1: RuntimeError: the reason." in ended.errors[-1], ended
 
 

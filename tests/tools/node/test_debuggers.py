@@ -6,63 +6,16 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+from programs import PROGRAMS
 from support.cluster.etcd_server import free_ports
 from support.processes.terminal import on_terminal
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
 
-STOPS = """
-import os
-rank = os.environ["RANK"]
-{how}
-print("rank", rank, "went on", flush=True)
-print("and", rank, "ends", flush=True)
-"""
-BREAKPOINT = STOPS.format(how="breakpoint()")
-SET_TRACE = STOPS.format(how="import pdb; pdb.set_trace()")
-POST_MORTEM = STOPS.format(
-    how="import pdb\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    pdb.post_mortem()"
-)
-WAITED_FOR = """
-import numpy as np
-import zbmd
-
-
-async def main():
-    async with zbmd.join() as worker:
-        group = await zbmd.group(worker)
-        if worker.rank == 0:
-            breakpoint()
-        await group.all_reduce(np.ones(1))
-        print("rank", worker.rank, "went on", flush=True)
-        await group.close()
-
-
-zbmd.run(main())
-"""
-TIMED_OUT = """
-import numpy as np
-import zbmd
-
-
-async def main():
-    async with zbmd.join() as worker:
-        group = await zbmd.group(worker)
-        await group.barrier()
-        if worker.rank == 0:
-            breakpoint()
-        if worker.rank == 2:
-            await group.recv(0, timeout=0.5)
-        elif worker.rank == 0:
-            await group.send(np.ones(1), 2)
-        await group.all_reduce(np.ones(1), timeout=0.5)
-        print("rank", worker.rank, "went on", flush=True)
-        await group.close()
-
-
-zbmd.run(main())
-"""
+LAUNCHED = PROGRAMS / "launched"
+STOPS = str(LAUNCHED / "stops.py")
+WAITED_FOR = str(LAUNCHED / "waited_for.py")
 READS = "import sys\nprint('read', repr(sys.stdin.read()), flush=True)\n"
 
 
@@ -73,10 +26,9 @@ def hosts(request: pytest.FixtureRequest) -> list[str]:
     return elastic if request.param else []
 
 
-@pytest.mark.parametrize("script", [BREAKPOINT, SET_TRACE, POST_MORTEM])
-def test_a_rank_in_a_debugger_has_the_terminal(launcher: Launcher, hosts: list[str], script: str) -> None:
-    (launcher.directory / "stops.py").write_text(script)
-    with on_terminal(launcher, "run", *hosts, "-n", "1", "stops.py") as terminal:
+@pytest.mark.parametrize("how", ["breakpoint", "set_trace", "post_mortem"])
+def test_a_rank_in_a_debugger_has_the_terminal(launcher: Launcher, hosts: list[str], how: str) -> None:
+    with on_terminal(launcher, "run", *hosts, "-n", "1", STOPS, how) as terminal:
         terminal.until("(Pdb) ")
         terminal.type("p 40 + 2\n")
         terminal.until("42\r\n")
@@ -88,8 +40,7 @@ def test_a_rank_in_a_debugger_has_the_terminal(launcher: Launcher, hosts: list[s
 
 def test_ranks_that_stop_at_once_have_the_terminal_one_after_the_other(launcher: Launcher) -> None:
     """Also over steps: none gets keys that are meant for another, and what it prints is seen at once."""
-    (launcher.directory / "stops.py").write_text(BREAKPOINT)
-    with on_terminal(launcher, "run", "-n", "3", "stops.py") as terminal:
+    with on_terminal(launcher, "run", "-n", "3", STOPS, "breakpoint") as terminal:
         asked = 0
         for count in (1, 2, 3):
             asked += 1
@@ -118,12 +69,13 @@ def test_what_other_ranks_print_waits_for_the_terminal(launcher: Launcher) -> No
     assert all(f"[rank{rank}]: here\r\n" in terminal.text for rank in (0, 1))
 
 
-@pytest.mark.parametrize(("script", "ranks", "seconds"), [(WAITED_FOR, 2, 3), (TIMED_OUT, 3, 2)])
-def test_ranks_wait_for_one_in_a_debugger(launcher: Launcher, script: str, ranks: int, seconds: int) -> None:
+@pytest.mark.parametrize(("arguments", "ranks", "seconds"), [((), 2, 3), (("timeouts",), 3, 2)])
+def test_ranks_wait_for_one_in_a_debugger(
+    launcher: Launcher, arguments: tuple[str, ...], ranks: int, seconds: int
+) -> None:
     """None of them hangs, nor does an operation time out."""
-    (launcher.directory / "stops.py").write_text(script)
     options = ("--progress-deadline", "500ms", "--on-hang", "stop")
-    with on_terminal(launcher, "run", "-n", str(ranks), *options, "stops.py") as terminal:
+    with on_terminal(launcher, "run", "-n", str(ranks), *options, WAITED_FOR, *arguments) as terminal:
         terminal.until("(Pdb) ")
         terminal.type(f"import time; time.sleep({seconds})\n")
         terminal.until("(Pdb) ", 2)
@@ -147,8 +99,7 @@ def test_a_rank_killed_in_its_debugger_gives_the_terminal_back(launcher: Launche
 
 
 def test_without_a_terminal_a_breakpoint_ends_the_run_in_words(launcher: Launcher, hosts: list[str]) -> None:
-    (launcher.directory / "stops.py").write_text(BREAKPOINT)
-    ended = launcher.run("run", *hosts, "-n", "2", "stops.py")
+    ended = launcher.run("run", *hosts, "-n", "2", STOPS, "breakpoint")
     assert ended.code == 2, ended
     assert "stops in a debugger, and its run has no terminal" in ended.errors[-1] + ended.errors[-2]
     assert "--stdin" in str(ended) and "Traceback" not in str(ended)

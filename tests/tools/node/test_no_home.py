@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from programs import PROGRAMS
 
 if TYPE_CHECKING:
     from support.processes.launcher import Ended, Launcher
@@ -15,21 +16,7 @@ SIZES = "--context 8 --width 16 --heads 2 --layers 2 --shards 4 --sequences-per-
 SCHEDULE = "--warmup 2 --curve constant --evaluate-every 0 --checkpoint-every 0 --steps 3".split()  # noqa: SIM905
 SMALL = (*SIZES, *SCHEDULE, "--evaluate-windows", "4", "--data", "text", "--out", "run")
 FAILS = "import zbmd\nraise KeyError('there is something to keep of this')\n"
-GROUP = """
-import numpy as np
-import zbmd
-
-
-async def main():
-    async with zbmd.join() as worker:
-        group = await zbmd.group(worker)
-        await group.all_reduce(np.ones(1))
-        print("done", flush=True)
-        await group.close()
-
-
-zbmd.run(main())
-"""
+GROUP = str(PROGRAMS / "launched" / "one_reduction.py")
 
 
 def as_nobody(launcher: Launcher, *arguments: str, cookie: bool = True, home: str = "") -> Ended:
@@ -39,12 +26,11 @@ def as_nobody(launcher: Launcher, *arguments: str, cookie: bool = True, home: st
 
 
 def test_what_needs_a_home_says_what_to_set(launcher: Launcher) -> None:
-    (launcher.directory / "job.py").write_text(GROUP)
-    ended = as_nobody(launcher, "run", "-n", "1", "job.py", cookie=False)
+    ended = as_nobody(launcher, "run", "-n", "1", GROUP, cookie=False)
     assert (
         ended.code == 2 and "no home directory" in ended.errors[-1] and "ZBMD_COOKIE_FILE" in ended.errors[-1]
     )
-    ended = as_nobody(launcher, "run", "-n", "1", "job.py", cookie=False, home="/proc/1")
+    ended = as_nobody(launcher, "run", "-n", "1", GROUP, cookie=False, home="/proc/1")
     assert ended.code == 2 and "ZBMD_COOKIE_FILE" in ended.errors[-1], ended
     ended = as_nobody(launcher, "dump")
     assert ended.code == 2 and "ZBMD_FLIGHT_DIR" in ended.errors[-1], ended
@@ -54,10 +40,9 @@ def test_what_needs_a_home_says_what_to_set(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("home", ["", "/proc/1"], ids=["none", "read-only"])
 def test_jobs_and_commands_work_without_a_home(launcher: Launcher, home: str) -> None:
-    (launcher.directory / "job.py").write_text(GROUP)
     (launcher.directory / "fails.py").write_text(FAILS)
     (launcher.directory / "text").write_text("To be or not to be, that is the question. " * 100)
-    job = as_nobody(launcher, "run", "-n", "2", "job.py", home=home)
+    job = as_nobody(launcher, "run", "-n", "2", GROUP, home=home)
     assert job.code == 0 and sorted(job.out) == ["[rank0]: done", "[rank1]: done"], job
     train = as_nobody(launcher, "run", "-n", "2", "-m", "zbmd", "train", *SMALL, home=home)
     assert train.code == 0, train

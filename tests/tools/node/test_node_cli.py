@@ -225,20 +225,8 @@ async def test_modules_are_imported_before_the_forks(start: Start, plain: Callab
     assert (code, sorted(run.lines)) == (0, [f"[rank{r}]: True True False" for r in (0, 1)]), run.all_output
 
 
-async def test_no_line_is_lost_torn_or_mixed(start: Start, plain: Callable[[str], str]) -> None:
-    path = plain(
-        """
-        import os, signal, sys
-        rank = os.environ["RANK"]
-        for i in range(3000):
-            print(rank * 80, i)
-        sys.stderr.write("no newline at the end")
-        sys.stderr.flush()
-        if rank == "0":
-            os._exit(0)
-        """
-    )
-    code, run = await run_to_end(start, "run", "-n", "2", path)
+async def test_no_line_is_lost_torn_or_mixed(start: Start) -> None:
+    code, run = await run_to_end(start, "run", "-n", "2", str(PROGRAMS / "launched" / "many_lines.py"))
     assert code == 0, run.all_output[-2000:]
     for rank in ("0", "1"):
         mine = [line for line in run.lines if line.startswith(f"[rank{rank}]: ")]
@@ -425,17 +413,8 @@ async def test_killing_the_template_ends_the_run_in_clear_words(start: Start) ->
     assert "the run failed: the template process was killed by signal 9" in run.all_output
 
 
-async def test_what_a_rank_started_ends_with_it(start: Start, plain: Callable[[str], str]) -> None:
-    path = plain(
-        """
-        import subprocess, sys
-        read = "import sys; sys.stdin.read()"
-        subprocess.Popen([sys.executable, "-c", read], stdin=subprocess.PIPE, close_fds=True)
-        print("done")
-        import os
-        os._exit(0)
-        """
-    )
+async def test_what_a_rank_started_ends_with_it(start: Start) -> None:
+    path = str(PROGRAMS / "launched" / "leaves_a_child.py")
     code, run = await run_to_end(start, "run", "-n", "1", path)
     assert (code, run.lines) == (0, ["[rank0]: done"]), run.all_output
 

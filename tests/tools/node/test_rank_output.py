@@ -7,6 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+from programs import PROGRAMS
 from support.cluster.etcd_server import free_ports
 from support.processes.terminal import on_terminal
 
@@ -14,25 +15,8 @@ if TYPE_CHECKING:
     from support.processes.launcher import Launcher
 
 LIMIT_S = 60.0
-BAR = """
-import os, sys, time
-
-rank = os.environ["RANK"]
-for step in range(1, 11):
-    sys.stderr.write(f"\\r{step * 10:3}%|{'#' * step:10}| {step}/10 of {rank}")
-    sys.stderr.flush()
-    time.sleep(0.02)
-"""
-ENDED = BAR + "print(file=sys.stderr)\n"
-FAILED = BAR + 'raise ValueError("in the middle")\n'
-PROMPT = """
-import os, sys, time
-sys.stdout.write("Loading of " + os.environ["RANK"] + " ...")
-sys.stdout.flush()
-while not os.path.exists("done"):
-    time.sleep(0.02)
-print(" done")
-"""
+LAUNCHED = PROGRAMS / "launched"
+BAR, PROMPT, SPLIT = (str(LAUNCHED / f"{name}.py") for name in ("bar", "prompt", "split_line"))
 BYTES = """
 import sys
 sys.stdout.buffer.write(bytes(range(256)) + "\\nübung\\n".encode())
@@ -52,15 +36,13 @@ def ranks_lines(lines: list[str]) -> list[str]:
 
 
 def test_a_bar_is_in_a_file_as_it_was_at_last(launcher: Launcher, hosts: list[str]) -> None:
-    (launcher.directory / "bar.py").write_text(ENDED)
-    ended = launcher.run("run", *hosts, "-n", "2", "bar.py")
+    ended = launcher.run("run", *hosts, "-n", "2", BAR, "1")
     assert ended.code == 0, ended
     assert ranks_lines(ended.errors) == [f"[rank{rank}]: 100%|##########| 10/10 of {rank}" for rank in (0, 1)]
 
 
 def test_a_traceback_after_a_bar_is_whole_and_without_marks(launcher: Launcher, hosts: list[str]) -> None:
-    (launcher.directory / "bar.py").write_text(FAILED)
-    ended = launcher.run("run", *hosts, "-n", "1", "--max-restarts", "0", "bar.py")
+    ended = launcher.run("run", *hosts, "-n", "1", "--max-restarts", "0", BAR, "1", "fails")
     assert ended.code == 1, ended
     told = [line.removeprefix("[rank0]: ") for line in ranks_lines(ended.errors)]
     assert "100%|##########| 10/10 of 0" in told and "Traceback (most recent call last):" in told
@@ -98,8 +80,7 @@ def test_any_bytes_are_printed_whatever_the_encoding(launcher: Launcher, encodin
 
 
 def test_bars_move_on_a_terminal_and_stay_as_they_were_at_last(launcher: Launcher, hosts: list[str]) -> None:
-    (launcher.directory / "bar.py").write_text(ENDED.replace("0.02", "0.1"))
-    with on_terminal(launcher, "run", *hosts, "-n", "2", "bar.py") as terminal:
+    with on_terminal(launcher, "run", *hosts, "-n", "2", BAR, "5") as terminal:
         assert terminal.end() == 0, terminal.text
     for rank in (0, 1):
         states = set(re.findall(rf"\[rank{rank}\]: +(\d+)%", terminal.text))
@@ -109,8 +90,7 @@ def test_bars_move_on_a_terminal_and_stay_as_they_were_at_last(launcher: Launche
 
 
 def test_a_line_without_an_end_is_seen(launcher: Launcher, hosts: list[str]) -> None:
-    (launcher.directory / "prompt.py").write_text(PROMPT)
-    with on_terminal(launcher, "run", *hosts, "-n", "2", "prompt.py") as terminal:
+    with on_terminal(launcher, "run", *hosts, "-n", "2", PROMPT) as terminal:
         for rank in (0, 1):
             terminal.until(f"[rank{rank}]: Loading of {rank} ...")
         (launcher.directory / "done").touch()
@@ -119,34 +99,15 @@ def test_a_line_without_an_end_is_seen(launcher: Launcher, hosts: list[str]) -> 
 
 
 def test_a_line_without_an_end_is_seen_in_a_file_too(launcher: Launcher, hosts: list[str]) -> None:
-    (launcher.directory / "prompt.py").write_text(PROMPT)
-    with launcher.start("run", *hosts, "-n", "1", "prompt.py", PYTHONUNBUFFERED="1") as running:
+    with launcher.start("run", *hosts, "-n", "1", PROMPT, PYTHONUNBUFFERED="1") as running:
         running.until_shown("[rank0]: Loading of 0 ...")
         (launcher.directory / "done").touch()
         assert running.end() == 0, running.text
     assert "[rank0]: Loading of 0 ... done\n" in running.text
 
 
-SPLIT = """
-import os, sys, time
-if os.environ["RANK"] == "0":
-    sys.stdout.write("begun")
-    sys.stdout.flush()
-    while not os.path.exists("passed"):
-        time.sleep(0.02)
-    print(" and ended")
-else:
-    while not os.path.exists("begun"):
-        time.sleep(0.02)
-    for number in range(100):
-        print("line", number, flush=True)
-    open("passed", "w").close()
-"""
-
-
 def test_no_line_of_another_rank_is_in_the_midst_of_one(launcher: Launcher, hosts: list[str]) -> None:
-    (launcher.directory / "split.py").write_text(SPLIT)
-    with launcher.start("run", *hosts, "-n", "2", "split.py", PYTHONUNBUFFERED="1") as running:
+    with launcher.start("run", *hosts, "-n", "2", SPLIT, PYTHONUNBUFFERED="1") as running:
         running.until_shown("[rank0]: begun")
         (launcher.directory / "begun").touch()
         assert running.end() == 0, running.text

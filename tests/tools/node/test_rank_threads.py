@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from programs import PROGRAMS
 from support.cluster.etcd_server import free_ports
 
 from zbmd.transport.host.threads import VARIABLES
@@ -13,24 +14,14 @@ from zbmd.transport.host.topology.cpus import usable_cpus
 if TYPE_CHECKING:
     from support.processes.launcher import Ended, Launcher
 
-SHOW = """
-import os
-from pathlib import Path
-import numpy
-
-print(*(os.environ[name] for name in {names}))
-numpy.ones((300, 300)) @ numpy.ones((300, 300))  # after which its pool is there
-tasks = [task.name for task in Path("/proc/self/task").iterdir()]
-print("tasks", len(tasks))
-"""
+SHOW = str(PROGRAMS / "launched" / "show_threads.py")
 
 
 def show(launcher: Launcher, *options: str, before: tuple[str, ...] = (), **variables: str) -> Ended:
     """Run a script that shows what a rank has, as a user would who has set `variables` alone."""
-    (launcher.directory / "show.py").write_text(SHOW.format(names=VARIABLES))
     unset = [word for name in VARIABLES for word in ("-u", name)]
     given = [f"{name}={text}" for name, text in variables.items()]
-    ended = launcher.run("run", *options, "show.py", before=("env", *unset, *given, *before))
+    ended = launcher.run("run", *options, SHOW, *VARIABLES, before=("env", *unset, *given, *before))
     assert ended.code == 0, ended
     return ended
 

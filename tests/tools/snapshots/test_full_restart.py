@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from programs import PROGRAMS
 from support.jobs.held_runs import (
     HOLDER,
     STEPS,
@@ -176,16 +177,16 @@ def test_what_is_held_goes_when_its_run_starts_over(launcher: Launcher, run: Pat
 
 def test_other_code_is_refused_with_what_differs(launcher: Launcher, run: Path) -> None:
     """A script of one's own: the directory of the run is another run's then."""
-    script = launcher.directory / "own.py"
-    script.write_text(OWN)
+    script, own = launcher.directory / "own.py", (PROGRAMS / "training" / "own_line.py").read_text()
+    script.write_text(own)
     arguments = ("run", "-n", "2", "own.py", "run")
     killed(launcher, 2, *arguments)
-    script.write_text(OWN.replace("0.3", "0.2"))
+    script.write_text(own.replace("0.3", "0.2"))
     with started(launcher, *arguments) as other:
         assert other.end() == 2, other.text
     assert "are not used: these snapshots are of another code" in other.text, other.text
     assert "belongs to another run" in other.text
-    script.write_text(OWN)
+    script.write_text(own)
     with started(launcher, *arguments) as again:
         assert again.end() == 0, again.text
     assert "it goes on from there" in again.text
@@ -237,32 +238,3 @@ def test_snapshots_lists_verifies_and_drops(
     assert command.main(["snapshots", "--drop"]) == 2
     assert command.main(["snapshots", str(run / "none")]) == 2
     capsys.readouterr()
-
-
-OWN = """
-import sys
-from pathlib import Path
-import numpy as np
-import zbmd
-from zbmd.training import DataParallelTask, run_task
-
-
-class Line(DataParallelTask):
-    steps, examples, shards, samples = 1500, 64, 4, 4
-
-    def __init__(self):
-        self.x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
-
-    def initial(self):
-        return {"w": np.ones(3, np.float32)}
-
-    def gradient(self, state, ids):
-        error = self.x[ids] @ state["w"]
-        return float(error @ error), {"w": self.x[ids].T @ error}
-
-    def update(self, old, new, gradient, step):
-        new["w"][:] = old["w"] - np.float32(0.3) * gradient["w"] / np.float32(100)
-
-
-zbmd.run(run_task(Line(), out=Path(sys.argv[1])))
-"""

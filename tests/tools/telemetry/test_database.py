@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import PROGRAMS
 from support.jobs.profiles import WALL, S, encoded, life, step
 from support.jobs.two_ranks import killed_run
 
@@ -293,23 +294,13 @@ def test_a_csv_export_holds_every_row(killed: Path, tmp_path: Path) -> None:
                 assert (walls,) == one(database, "SELECT sum(wall_ns) FROM step_timing")
 
 
-READ_PARQUET = """
-import pathlib, sys
-import pyarrow.parquet as parquet
-for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-    table = parquet.read_table(path)
-    walls = sum(table["wall_ns"].to_pylist()) if "wall_ns" in table.column_names else 0
-    print(path.stem, table.num_rows, walls)
-"""
-
-
 def test_a_parquet_export_holds_every_row(killed: Path, tmp_path: Path) -> None:
     """In processes of their own: pyarrow's threads live as long as their process."""
     if importlib.util.find_spec("pyarrow") is None:
         pytest.skip("pyarrow is not installed")
     export = ["-m", "zbmd", "export", str(killed), "--format", "parquet", "-o", str(tmp_path / "out")]
     subprocess.run([sys.executable, *export], check=True, timeout=120)
-    read = [sys.executable, "-c", READ_PARQUET, str(tmp_path / "out")]
+    read = [sys.executable, str(PROGRAMS / "tools" / "read_parquet.py"), str(tmp_path / "out")]
     told = subprocess.run(read, check=True, timeout=120, capture_output=True, text=True).stdout
     with RunDatabase(killed) as database:
         expected: list[str] = []

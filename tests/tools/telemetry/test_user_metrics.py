@@ -6,7 +6,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,23 +58,7 @@ def test_a_rank_counts_and_when_it_is_killed_the_next_goes_on_from_what_it_had_w
 
 
 def test_a_thread_writes_what_changes_and_a_fork_writes_nothing(tmp_path: Path) -> None:
-    program = """
-        import os, sys, time
-        import zbmd
-        rows = zbmd.metrics.counter("rows")
-        zbmd.metrics.record_to(sys.argv[1])
-        rows.add(1)
-        if (child := os.fork()) == 0:
-            rows.add(100)
-            zbmd.metrics.flush()
-            sys.exit()
-        os.waitpid(child, 0)
-        rows.add(1)
-        print("counted", flush=True)
-        sys.stdin.read()
-        os.kill(os.getpid(), 9)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    command = [sys.executable, str(PROGRAMS / "tools" / "counts_and_forks.py"), str(tmp_path)]
     path = metrics_path(tmp_path, 3, 1)
     with subprocess.Popen(
         command,

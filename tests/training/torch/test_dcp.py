@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs import PROGRAMS
 from safetensors import safe_open
 
 from zbmd.training.autograd.parameter_layout import ParameterLayout
@@ -39,44 +40,13 @@ GPT = GPTConfig(context=8, width=16, heads=2, layers=2)
 LAYOUT = ParameterLayout.of(parameter_shapes(GPT))
 PLAN = LoopPlan(loop="X", ranks=1, parameters=1, model="m")
 
-TWO_RANKS = """
-import sys
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor, zeros
-
-def run(rank, folder, port_file, loads):
-    dist.init_process_group("gloo", store=dist.FileStore(port_file, 2), rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    if loads:
-        into = {"model": {"embed.weight": zeros(256, 16, device_mesh=mesh, placements=[Shard(0)])}}
-        dcp.load(into, checkpoint_id=folder)
-        whole = into["model"]["embed.weight"].full_tensor()
-        if rank == 0:
-            torch.save(whole, folder + ".whole")
-    else:
-        torch.manual_seed(5)
-        wide, half = torch.randn(7, 3), torch.randn(4, 2).to(torch.bfloat16)
-        sharded = distribute_tensor(wide, mesh, [Shard(0)])
-        dcp.save({"model": {"wide": sharded, "half": half}, "steps": 9}, checkpoint_id=folder)
-        if rank == 0:
-            torch.save({"wide": wide, "half": half}, folder + ".whole")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    folder, loads = sys.argv[1], sys.argv[2] == "load"
-    torch.multiprocessing.spawn(run, (folder, folder + ".store", loads), nprocs=2)
-"""
+TWO_RANKS = str(PROGRAMS / "torch" / "backend" / "loading" / "two_ranks_of_dcp.py")
 
 
 def on_two_ranks(directory: Path, folder: Path, what: str) -> Any:
     """Save or load with PyTorch alone, on two ranks with gloo; return the whole tensors."""
-    program = directory / "two_ranks.py"
-    program.write_text(TWO_RANKS)
     done = subprocess.run(
-        [sys.executable, str(program), str(folder), what], capture_output=True, text=True, check=False
+        [sys.executable, TWO_RANKS, str(folder), what], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return torch.load(f"{folder}.whole", weights_only=True)

@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import pytest
 import zstandard
+from programs import PROGRAMS
 
 from zbmd.transport import capture
 from zbmd.transport.capture import records as rec
@@ -288,21 +288,12 @@ def test_limits_that_cannot_work_are_refused() -> None:
         DiskLimits(segment_age_ns=0)
 
 
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from zbmd.transport import capture
-from zbmd.transport.clock.hlc import HybridClock
-
-directory = Path(sys.argv[1])
-origin = capture.Origin(process="rank0", incarnation=1)
-log = capture.LogRecorder(directory, origin, capture.Clocks(hybrid=HybridClock()))
-"""
+CHILD = str(PROGRAMS / "transport" / "records_capture.py")
 
 
-def child(directory: Path, body: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def child(directory: Path, case: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", CHILD + textwrap.dedent(body), str(directory)],
+        [sys.executable, CHILD, str(directory), case],
         capture_output=True,
         text=True,
         check=False,
@@ -312,15 +303,7 @@ def child(directory: Path, body: str, **options: Any) -> subprocess.CompletedPro
 
 
 def test_what_was_flushed_survives_a_sigkill(tmp_path: Path) -> None:
-    run = child(
-        tmp_path,
-        """
-        for i in range(1000):
-            log.mark(0, i)
-        assert log.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-        """,
-    )
+    run = child(tmp_path, "killed")
     assert run.returncode == -signal.SIGKILL
     (process,) = capture.open_log(tmp_path).processes
     assert [r.step for r in read(tmp_path) if isinstance(r, rec.Mark)] == list(range(1000))
@@ -330,7 +313,7 @@ def test_what_was_flushed_survives_a_sigkill(tmp_path: Path) -> None:
 
 
 def test_an_ordinary_exit_loses_nothing(tmp_path: Path) -> None:
-    run = child(tmp_path, "for i in range(1000): log.mark(0, i)")
+    run = child(tmp_path, "ends")
     assert (run.returncode, run.stderr) == (0, "")
     (process,) = capture.open_log(tmp_path).processes
     assert process.ending is capture.Ending.CLOSED
@@ -338,24 +321,7 @@ def test_an_ordinary_exit_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_leaves_the_log_alone(tmp_path: Path) -> None:
-    run = child(
-        tmp_path,
-        """
-        log.note("before")
-        log.flush()
-        before = set(os.listdir("/proc/self/fd"))
-        pid = os.fork()
-        if pid == 0:
-            log.note("from the child")
-            log.close()
-            kept = [f"/proc/self/fd/{fd}" for fd in before if os.path.exists(f"/proc/self/fd/{fd}")]
-            os._exit(any("zlog" in os.readlink(path) for path in kept))
-        _, status = os.waitpid(pid, 0)
-        log.note("after")
-        log.close()
-        sys.exit(os.waitstatus_to_exitcode(status))
-        """,
-    )
+    run = child(tmp_path, "forks")
     assert (run.returncode, run.stderr) == (0, "")
     texts = [record.text for record in read(tmp_path) if isinstance(record, rec.NoteRecord)]
     assert texts == ["before", "after"]
@@ -365,18 +331,7 @@ def test_a_full_disk_ends_the_capture_and_not_the_job(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    run = child(
-        tmp_path,
-        """
-        for i in range(200):
-            log.note(os.urandom(200).hex())
-            log.flush()
-        assert log.failure == os.strerror(27), log.failure
-        assert not log._buffer
-        print("the job goes on")
-        """,
-        preexec_fn=limit,
-    )
+    run = child(tmp_path, "fills_its_disk", preexec_fn=limit)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "the job goes on"
     assert (run.stdout + run.stderr).count("the capture has stopped") == 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 
 from zbmd.transport import capture
 from zbmd.transport.capture import records as rec
@@ -167,41 +167,25 @@ def test_packed_frames_are_forgotten_by_their_number(tmp_path: Path) -> None:
     assert len(last) == len(frames), "what comes later is ignored"
 
 
-CHILD = """
-import os, signal, sys, threading
-from pathlib import Path
-from zbmd.transport import capture
-from zbmd.transport.clock.hlc import HybridClock
-
-origin = capture.Origin(process="rank0", incarnation=1)
-ring = capture.RingRecorder(origin, capture.Clocks(hybrid=HybridClock()))
-undo = capture.dump_on_crash(ring, Path(sys.argv[1]))
-ring.note("before the crash")
-"""
+CHILD = str(PROGRAMS / "transport" / "crashes_with_ring.py")
 
 
-def child(directory: Path, body: str) -> subprocess.CompletedProcess[str]:
-    code = CHILD + textwrap.dedent(body)
-    command = [sys.executable, "-c", code, str(directory)]
+def child(directory: Path, case: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, CHILD, str(directory), case]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "reason"),
+    ("case", "code", "reason"),
     [
-        ("raise ValueError('odd')", 1, "ValueError: odd"),
-        ("signal.raise_signal(signal.SIGABRT)\nsignal.pause()", -signal.SIGABRT, "ended by SIGABRT"),
-        ("signal.raise_signal(signal.SIGQUIT)\nsignal.pause()", -signal.SIGQUIT, "ended by SIGQUIT"),
-        (
-            "t = threading.Thread(target=lambda: 1 / 0, name='worker')\nt.start(); t.join()",
-            0,
-            "ZeroDivisionError in worker: division by zero",
-        ),
+        ("exception", 1, "ValueError: odd"),
+        ("abort", -signal.SIGABRT, "ended by SIGABRT"),
+        ("quits", -signal.SIGQUIT, "ended by SIGQUIT"),
+        ("thread", 0, "ZeroDivisionError in worker: division by zero"),
     ],
-    ids=["exception", "abort", "quit", "thread"],
 )
-def test_a_crash_writes_the_ring_down(tmp_path: Path, body: str, code: int, reason: str) -> None:
-    run = child(tmp_path, body)
+def test_a_crash_writes_the_ring_down(tmp_path: Path, case: str, code: int, reason: str) -> None:
+    run = child(tmp_path, case)
     assert run.returncode == code, run.stderr
     texts = [entry.record.text for entry in dumped(tmp_path) if isinstance(entry.record, rec.NoteRecord)]
     assert texts == ["before the crash", f"dumped from memory: {reason}"]
@@ -210,23 +194,14 @@ def test_a_crash_writes_the_ring_down(tmp_path: Path, body: str, code: int, reas
         assert "Traceback" in run.stderr  # what was there before still runs
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "os.kill(os.getpid(), signal.SIGKILL)",
-        "sys.exit(3)",
-        "undo()\nraise ValueError",
-        "pid = os.fork()\nif pid == 0: raise ValueError('in the child')\nos.waitpid(pid, 0)",
-    ],
-    ids=["sigkill", "exit", "undone", "forked child"],
-)
-def test_nothing_is_written_otherwise(tmp_path: Path, body: str) -> None:
-    child(tmp_path, body)
+@pytest.mark.parametrize("case", ["sigkill", "ends", "undone", "forked_child"])
+def test_nothing_is_written_otherwise(tmp_path: Path, case: str) -> None:
+    child(tmp_path, case)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_crash_without_a_disk_is_still_that_crash(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    run = child(tmp_path / "file", "raise ValueError('odd')")
+    run = child(tmp_path / "file", "exception")
     assert run.returncode == 1
     assert "ValueError: odd" in run.stderr and "cannot be written" in run.stdout + run.stderr

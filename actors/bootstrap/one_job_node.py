@@ -208,6 +208,10 @@ class OneJobNode:
         """Return the job as it is given to the cluster."""
         return self.spec
 
+    def gives(self) -> None:
+        """Give the job to the cluster, now or later."""
+        self.node.command(Submit(spec=self.given()))
+
     def sees(self, view: ClusterView) -> None:
         """The node acts on a view."""
 
@@ -307,13 +311,17 @@ class OneJobNode:
             for action in actions:
                 self._perform(action)
         except Exception as error:  # noqa: BLE001 (given to whoever awaits `live`)
-            if not self._ended.done():
-                self._ended.set_exception(error)
+            self.fails(error)
+
+    def fails(self, error: Exception) -> None:
+        """Have `live` raise an error."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
     def _perform(self, action: o.Action) -> None:
         match action:
             case o.GiveJob():
-                self.node.command(Submit(spec=self.given()))
+                self.gives()
             case o.StopJob(reason=reason):
                 self.node.command(Stop(job=self.spec.job, reason=reason[:REASON_CHARACTERS_MAX]))
             case o.LeaveCluster():

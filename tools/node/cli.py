@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zbmd.actors.bootstrap.merge import Bootstrap
     from zbmd.tools.cli.launch_settings import Settings
     from zbmd.tools.node.guard.guards import Guards
+    from zbmd.tools.node.preflight.driver import OwnSpeed
     from zbmd.tools.node.recorder import LaunchRecorder
     from zbmd.tools.node.run import JobCommand
 
@@ -181,17 +182,18 @@ def begun(
     bootstrap: Bootstrap,
     variables: Mapping[str, str],
     record: LaunchRecorder,
+    speed: OwnSpeed | None = None,
 ) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     """Fork the template of this host's ranks; return what runs them there, to the exit code.
 
-    variables: for the ranks; record: takes what becomes of them. Call it on the main thread, ahead of any
-    loop; see `fork_template`.
+    variables: for the ranks; record: takes what becomes of them; speed: of this host, if it was measured. Call
+    it on the main thread, ahead of any loop; see `fork_template`.
     """
     from zbmd.tools.node.dashboard import opened
 
     dashboard = opened(settings["dashboard"])  # ahead of the fork: ranks have to know where to announce runs
     record.listen()
-    running = _forked(job, settings, bootstrap, variables, record)
+    running = _forked(job, settings, bootstrap, variables, record, speed)
     return running if dashboard is None else dashboard.beside(running)
 
 
@@ -201,6 +203,7 @@ def _forked(
     bootstrap: Bootstrap,
     variables: Mapping[str, str],
     record: LaunchRecorder,
+    speed: OwnSpeed | None,
 ) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     from zbmd.actors.bootstrap.merge import Role
     from zbmd.actors.process.early_template import fork_template
@@ -222,22 +225,28 @@ def _forked(
     from zbmd.tools.node import run_many
 
     plan = run_many.NodeRun(
-        job=job, settings=settings, bootstrap=bootstrap, variables=variables, record=record
+        job=job, settings=settings, bootstrap=bootstrap, variables=variables, record=record, speed=speed
     )
     template = fork_template(run_many.preload_of(plan), run_many.local_variables(plan))
     return lambda guards: run_many.run_over_nodes(plan, template, guards)
 
 
-def fit_to_run() -> bool:
-    """Measure this host (`--preflight`), and print the result; return whether it is fit to run ranks."""
+def fit_to_run() -> OwnSpeed | None:
+    """Measure this host (`--preflight`), and print the result; return its speed, None if it is not fit."""
+    import statistics
+
     from zbmd.tools.doctor.checks import limit_findings
     from zbmd.tools.doctor.command import lines_of
     from zbmd.tools.doctor.probes import judge, measure_host
     from zbmd.tools.doctor.report import FindingState, Section
+    from zbmd.tools.node.preflight.driver import OwnSpeed
     from zbmd.transport.host.topology import read_topology
 
+    speed = OwnSpeed(0.0, 0.0)
     try:
-        findings = [*judge(measure_host(Path.cwd())), *limit_findings(read_topology())]
+        found = measure_host(Path.cwd())
+        speed = OwnSpeed(statistics.median(one.flops_per_s for one in found.cpus), found.memory_per_s)
+        findings = [*judge(found), *limit_findings(read_topology())]
     except UserError as error:
         findings = [Section.SPEED.not_ok("preflight", str(error), "do not use this host")]
     width = max(len(finding.name) for finding in findings)
@@ -246,7 +255,7 @@ def fit_to_run() -> bool:
     bad = [finding.name for finding in findings if finding.state is FindingState.NOT_OK]
     if bad:
         print(f"zbmd-node: this host does not take part: {', '.join(bad)}", file=sys.stderr)
-    return not bad
+    return None if bad else speed
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -298,10 +307,11 @@ def _run_recorded(job: JobCommand, settings: Settings, bootstrap: Bootstrap, rec
     if bootstrap.role is Role.ALONE:
         check_own(job, settings)
         launch.check_master_port(settings, os.environ)
-    if settings["preflight"] and not fit_to_run():
+    speed = fit_to_run() if settings["preflight"] else None
+    if settings["preflight"] and speed is None:
         record.end("refused", "--preflight found this host not fit", exit_code=REQUEUE_EXIT_CODE)
         return REQUEUE_EXIT_CODE
-    running = begun(job, settings, bootstrap, variables, record)
+    running = begun(job, settings, bootstrap, variables, record, speed)
     return uvloop.run(ending_at_broken_invariant(running(None)))
 
 

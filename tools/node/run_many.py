@@ -37,10 +37,11 @@ from zbmd.actors.cluster.node.contracts import RUN_CHARACTERS_MAX
 from zbmd.actors.cluster.node.incarnations import NodeConfig
 from zbmd.actors.cluster.node.join import JoinFailed, JoinTimedOut, ask_admission
 from zbmd.actors.cluster.state.job_table import JobSpec
-from zbmd.actors.cluster.state.node_id import Node
+from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
+from zbmd.actors.contracts import Contract
 from zbmd.actors.process.early_template import EarlyTemplate
-from zbmd.actors.process.exit import EXIT_FAILED
+from zbmd.actors.process.exit import EXIT_FAILED, REQUEUE_EXIT_CODE
 from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.actors.snapshots.keeper import SnapshotKeeper
 from zbmd.actors.view import Outcome
@@ -50,6 +51,7 @@ from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunTeller
+from zbmd.tools.node.preflight.driver import HostSurvey, OwnSpeed
 from zbmd.tools.node.recorder import LaunchRecorder
 from zbmd.tools.node.run import (
     MORE_PRELOADS,
@@ -78,7 +80,8 @@ STORE_TRY_S: Final = 12.0
 class NodeRun:
     """Task of one node in a run over several. variables: for ranks, as this node sets them.
 
-    on_began: takes the address of this node each time that it begins; record: what becomes of its ranks.
+    on_began: takes the address of this node each time that it begins; record: what becomes of its ranks;
+    speed: of this host, as `--preflight` has measured it.
     """
 
     job: JobCommand
@@ -87,6 +90,7 @@ class NodeRun:
     variables: Mapping[str, str]
     on_began: Callable[[str], None] | None = None
     record: LaunchRecorder | None = None
+    speed: OwnSpeed | None = None
 
     @property
     def patience_ns(self) -> int:
@@ -291,6 +295,7 @@ class _NodeRun(OneJobNode):
         self._local = local_variables(plan)
         self._teller = RunTeller(console, lambda: self.jobs.ranks(spec.job), plan.record)
         self._members: tuple[Node, ...] = ()
+        self._surveying: asyncio.Task[None] | None = None
         self._compared = self._was_stopped = False
         founds = config.founds or (plan.bootstrap.role is Role.STORE and config.new)
         super().__init__(
@@ -302,6 +307,7 @@ class _NodeRun(OneJobNode):
             captured=CaptureSettings.read(self._local, job=spec.job),
             meets_at=plan.bootstrap.join_addresses,
         )
+        self._survey = HostSurvey(self.node, config.listen.host, plan.speed, self._excluded)
 
     def hosting(self) -> JobHost:
         """See `OneJobNode`."""
@@ -337,8 +343,31 @@ class _NodeRun(OneJobNode):
         environment = {"MASTER_PORT": str(free_port()), **dict(self.spec.environment)}
         return dataclasses.replace(self.spec, environment=tuple(sorted(environment.items())))
 
+    def gives(self) -> None:
+        """See `OneJobNode`: with `--preflight`, once the hosts have been measured together."""
+        if self._plan.settings["preflight"]:
+            self._surveying = self.loop.create_task(self._give_to_good_hosts())
+        else:
+            super().gives()
+
+    async def _give_to_good_hosts(self) -> None:
+        try:
+            await self._survey.leave_good(self.spec.nodes_min, self.say)
+            super().gives()
+        except Exception as error:  # noqa: BLE001 (given to whoever awaits `live`)
+            self.fails(error)
+
+    def _excluded(self, reason: str) -> None:
+        words = f"preflight: this host does not take part: {reason}"
+        self.put(o.EndAsked(reason=words, exit_code=REQUEUE_EXIT_CODE, leave=True))
+
+    def received(self, sender: NodeKey, message: Contract) -> None:
+        """See `ClusterListener`."""
+        self._survey.received(sender, message)
+
     def sees(self, view: ClusterView) -> None:
         """See `OneJobNode`."""
+        self._survey.seen.set()
         if view.nodes != self._members and self.machine.state is not o.SingleJobState.LEAVING:
             self.say(_members_in_words(self._members, view.nodes, self.node.me))
             self._end_without_a_guard(view)
@@ -386,6 +415,9 @@ class _NodeRun(OneJobNode):
         finally:
             if superseded is not None:
                 superseded.remove_done_callback(self._superseded)
+            if self._surveying is not None:
+                self._surveying.cancel()
+            await self._survey.close()
             self.capture.close("the run is over")
 
     def _happened(self, event: HostEvent) -> None:

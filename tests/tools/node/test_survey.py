@@ -104,7 +104,7 @@ def test_a_bad_path_between_good_hosts_excludes_none_of_them() -> None:
 @pytest.mark.parametrize("fault", ["refuses", "silent"])
 def test_of_two_hosts_the_pair_is_named(fault: str) -> None:
     verdict = Network(2, {1: fault}).survey()
-    assert not verdict.bad and "host0 and host1 is bad" in verdict.notes[0]
+    assert not verdict.bad and not verdict.usable and "host0 and host1 is bad" in verdict.notes[0]
     assert "which of them is at fault is not known" in verdict.notes[0]
     assert Network(2, {}).survey() == Surveyed(bad=(), notes=())
 

@@ -21,8 +21,8 @@ from zbmd.transport.machine import SetTimer, TimerFired
 
 ROUND_NS: Final = 20_000_000_000
 """Of the pairs of a round that have not answered then, one host does not."""
-SLOW: Final = 0.4
-"""A pair with less of the usual speed is slow; so is a host."""
+SLOW_LINK, SLOW_HOST = 0.3, 0.5
+"""What has less of the usual speed is slow."""
 TRIP_FACTOR: Final = 8.0
 TRIP_MORE_NS: Final = 5_000_000
 """A round trip is slow if it takes so many times the usual one, and so much longer."""
@@ -34,7 +34,7 @@ Pair: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Of a pair: the slower direction, and the median round trip."""
+    """Of a pair: the slower direction, and a round trip: three of four take longer."""
 
     bytes_per_s: float
     trip_ns: int
@@ -90,10 +90,11 @@ class BadHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surveyed:
-    """The end. notes: what else there is to say."""
+    """The end. notes: what else there is to say; usable: whether any pair of hosts has a good link."""
 
     bad: tuple[BadHost, ...]
     notes: tuple[str, ...]
+    usable: bool = True
 
 
 Action: TypeAlias = MeasurePairs | SetTimer | Surveyed
@@ -179,7 +180,7 @@ class LinkSurvey:
             found = self._found[pair]
             if isinstance(found, str):
                 slow[pair] = found
-            elif found.bytes_per_s < BYTES_PER_S_MIN or found.bytes_per_s < SLOW * usual:
+            elif found.bytes_per_s < BYTES_PER_S_MIN or found.bytes_per_s < SLOW_LINK * usual:
                 slow[pair] = f"{found.bytes_per_s / 1e6:,.1f} MB/s, where others have {usual / 1e6:,.1f}"
             elif found.trip_ns > TRIP_FACTOR * trip_ns and found.trip_ns > trip_ns + TRIP_MORE_NS:
                 others = f"where others take {trip_ns / 1e6:.1f}"
@@ -203,7 +204,8 @@ class LinkSurvey:
                 notes.append(f"the link between {who} is bad: {why}; {rest}")
         for place, why in self._slow_hosts().items():
             bad.setdefault(place, why)
-        return Surveyed(bad=tuple(BadHost(place=p, reason=bad[p]) for p in sorted(bad)), notes=tuple(notes))
+        named = tuple(BadHost(place=place, reason=bad[place]) for place in sorted(bad))
+        return Surveyed(bad=named, notes=tuple(notes), usable=bool(fast))
 
     def _slow_hosts(self) -> dict[int, str]:
         """Return the hosts that are slower than most; of two, none can be."""
@@ -213,12 +215,12 @@ class LinkSurvey:
         usual_memory = statistics.median([one.memory_per_s for one in self._speeds.values()])
         found: dict[int, str] = {}
         for place, one in self._speeds.items():
-            if one.flops_per_s < SLOW * usual_flops:
+            if one.flops_per_s < SLOW_HOST * usual_flops:
                 has = f"{one.flops_per_s / 1e9:,.1f} GFLOP/s"
                 found[place] = (
                     f"its processors have {has}, where those of others have {usual_flops / 1e9:,.1f}"
                 )
-            elif one.memory_per_s < SLOW * usual_memory:
+            elif one.memory_per_s < SLOW_HOST * usual_memory:
                 has = f"{one.memory_per_s / 1e6:,.0f} MB/s"
                 found[place] = f"its memory has {has}, where that of others has {usual_memory / 1e6:,.0f}"
         return found

@@ -1,0 +1,80 @@
+"""`--preflight` over several hosts: one with a slow cable is named and leaves, and a spare one is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from support.netns import netns
+from support.netns.netns import Process
+
+from zbmd.actors.process.exit import REQUEUE_EXIT_CODE
+from zbmd.tools.lab.hosts.netns import Lab, LabHost
+from zbmd.tools.node.preflight.links import STRANGERS_MAX, TOKEN_BYTES, probe, serve_probe
+from zbmd.tools.node.preflight.survey import LinkSpeed
+
+PORT = 29400
+HOSTS = 4
+SLOW = 2
+COOKIE = secrets.token_hex(32)
+
+
+def test_a_host_with_a_slow_cable_does_not_take_part() -> None:
+    netns.require_lab()
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Lab(HOSTS + 1))
+        lab.hosts[SLOW].shape(rate_mbps=20)
+        nodes = [stack.enter_context(_node(lab, host, host.number)) for host in lab.hosts[:HOSTS]]
+        nodes[0].until(
+            r"preflight: \S+ does not take part: its link to \S+ is bad: [\d.,]+ MB/s, where others"
+        )
+        nodes[SLOW].until(r"preflight: this host does not take part: its link to")
+        assert nodes[SLOW].process.wait(netns.TIMEOUT_S) == REQUEUE_EXIT_CODE
+        spare = stack.enter_context(_node(lab, lab.hosts[HOSTS], SLOW))
+        nodes[0].until(rf"preflight: the links between {HOSTS} hosts are good")
+        good = [spare, *(node for number, node in enumerate(nodes) if number != SLOW)]
+        assert [node.end() for node in good] == [0] * HOSTS
+
+
+def _node(lab: Lab, host: LabHost, number: int) -> contextlib.AbstractContextManager[Process]:
+    host.home.joinpath("cookie").touch(mode=0o600)
+    host.home.joinpath("cookie").write_text(COOKIE)
+    options = ("--preflight", "--nnodes", str(HOSTS), "--nproc-per-node", "1")
+    where = ("--node-rank", str(number), "--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}")
+    command = str(Path(sys.executable).with_name("zbmd-node"))
+    return netns.process(host, command, "run", *options, *where, "-m", "this", timeout_s=100.0)
+
+
+# ---- a link
+
+
+@pytest.fixture
+def listener() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def test_a_link_is_measured_by_who_knows_the_token(listener: socket.socket) -> None:
+    token = secrets.token_bytes(TOKEN_BYTES)
+    thread = threading.Thread(target=serve_probe, args=(listener, token))
+    thread.start()
+    address = listener.getsockname()
+    refused = probe(address, bytes(TOKEN_BYTES))
+    assert isinstance(refused, str) and "cannot be measured" in refused
+    found = probe(address, token)
+    assert isinstance(found, LinkSpeed) and found.bytes_per_s > 0 and found.trip_ns > 0
+    thread.join()
+    gone = probe(address, token)
+    assert isinstance(gone, str) and "cannot be measured" in gone
+
+
+def test_strangers_do_not_keep_a_host_for_ever(listener: socket.socket) -> None:
+    thread = threading.Thread(target=serve_probe, args=(listener, secrets.token_bytes(TOKEN_BYTES)))
+    thread.start()
+    for _ in range(STRANGERS_MAX):
+        assert isinstance(probe(listener.getsockname(), bytes(TOKEN_BYTES)), str)
+    thread.join()

@@ -315,13 +315,7 @@ async def run_job(
             if words := forwarded(number, partial(host.forward, local_rank=rank), more=signals):
                 note(words)
 
-        def on_guard(event: GuardEvent) -> None:
-            match event:
-                case GuardLost():
-                    host.stop(event.reason, failed=True)
-                case GuardSignalled(number=number, local_rank=local_rank):
-                    (on_signal if number in STOP_SIGNALS else on_forwarded)(number, local_rank)
-
+        on_guard = partial(_guard_spoke, host, on_signal, on_forwarded)
         try:
             with handling(on_signal, on_forwarded, more=signals), hearing(guards, on_guard):
                 result = await running
@@ -335,6 +329,19 @@ async def run_job(
         if record is not None:
             record.over(result)
         return await _ended(console, story, result, received)
+
+
+def _guard_spoke(
+    host: Host,
+    on_signal: Callable[[signal.Signals, int], None],
+    on_forwarded: Callable[[signal.Signals, int], None],
+    event: GuardEvent,
+) -> None:
+    match event:
+        case GuardLost():
+            host.stop(event.reason, failed=True)
+        case GuardSignalled(number=number, local_rank=local_rank):
+            (on_signal if number in STOP_SIGNALS else on_forwarded)(number, local_rank)
 
 
 async def _ended(

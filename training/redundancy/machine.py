@@ -499,9 +499,14 @@ class Mirror:
         for place, (own, _) in enumerate(votes):
             first = first_of[self.keys[place]]
             if own != votes[first][0]:
+                alike = [
+                    votes[other][0] for other in range(self.ranks) if self.keys[other] == self.keys[place]
+                ]
+                odd = [other for other in (first, place) if alike.count(votes[other][0]) == 1]
+                alone = f" at place {odd[0]}, which alone differs" if len(odd) == 1 else ""
                 return self.fail(
                     f"places {first} and {place} hold the same state, and version {version} of it has "
-                    f"digests {votes[first][0]:016x} and {own:016x}: memory or a processor has erred",
+                    f"digests {votes[first][0]:016x} and {own:016x}: memory or a processor has erred{alone}",
                     lost=False,
                 )
         for place, (own, _) in enumerate(votes):

@@ -24,7 +24,7 @@ import msgspec
 from zbmd.training.checkpoint.storage import folder_of
 from zbmd.training.run.loop_steps import LoopStep
 from zbmd.transport.errors import UserError, ZbmdError
-from zbmd.transport.host.files import DISK_FULL_ERRNOS, DiskFull, write_atomically
+from zbmd.transport.host.files import DISK_FULL_ERRNOS, DirectoryTaken, DiskFull, write_atomically
 
 LOG_FORMAT = 2
 RECORD_BYTES_MAX = 1 << 20
@@ -478,10 +478,6 @@ def locked(path: Path, kind: int) -> int | None:
     except OSError:
         return lock
     return lock
-
-
-class DirectoryTaken(UserError):
-    """The directory holds another run, or one is under way there."""
 
 
 def under_way(directory: Path) -> UserError:

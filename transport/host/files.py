@@ -72,6 +72,10 @@ class DiskFull(UserError):
     """A file did not fit: the disk, a quota or a limit on file sizes is full."""
 
 
+class DirectoryTaken(UserError):
+    """The directory holds another run, or one is under way there."""
+
+
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace the file `path` by what `write(file)` writes: durable on return, or `path` is unchanged.
 

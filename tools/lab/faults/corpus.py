@@ -123,7 +123,7 @@ def run_corpus(out: Path, kinds: Sequence[Kind], seeds: Iterable[int], *, jobs: 
 
 
 def judge_again(out: Path) -> Path:
-    """Diagnose each case again whose directory is kept, and write the results anew; return their file."""
+    """Diagnose each case again whose directory is kept, and replace the results; return their file."""
     path = out / "results.jsonl"
     results = list[CaseResult]()
     for one in read_results(path):

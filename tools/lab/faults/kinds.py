@@ -99,7 +99,7 @@ def _group(drawn: Drawn) -> None:
 def _hang(drawn: Drawn) -> None:
     """As `_group`, until the hang is reported; then end the job as its user would."""
     options = (*_options(drawn), "--progress-deadline", "1s")
-    told = "a deadlock" if drawn.kind == "deadlock" else rf"rank ?{drawn.who}\b"
+    told = {"deadlock": "a deadlock", "stopped": "is stopped"}.get(drawn.kind, "in (break_off|wait_for_pipe)")
     with launched(drawn.directory, (*options, _script(drawn, GROUP), *drawn.arguments)) as job:
         job.until(rf"no progress: .*{told}", END_S)
         os.kill(job.pid, signal.SIGTERM)

@@ -22,6 +22,7 @@ _CALL: Final = re.compile(
 )
 _RANK_TEXT: Final = re.compile(r"\brank (\d{1,9})\b")
 _PLACES_TEXT: Final = re.compile(r"places (\d{1,9}) and (\d{1,9}) hold the same state")
+_ALONE_TEXT: Final = re.compile(r"at place (\d{1,9}), which alone differs")
 _MEMORY_KINDS: Final = frozenset(
     {
         *("MemoryError", "_ArrayMemoryError", "OutOfMemory", "ArenaFull", "StepOutOfMemory"),
@@ -31,7 +32,8 @@ _MEMORY_KINDS: Final = frozenset(
 _CRASHES: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
 )
-_MISMATCHES: Final = frozenset({Cause.ORDER, Cause.SHAPE, Cause.DTYPE, Cause.ROOT})
+_MISMATCHES: Final = frozenset({Cause.ORDER, Cause.SHAPE, Cause.DTYPE, Cause.ROOT, Cause.BITS})
+"""All ranks raise the same error, and not all are to blame."""
 _IMPORTS: Final = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"})
 _NO_SPACE: Final = re.compile(r"\[Errno (28|122|27)\]|No space left on device|quota exceeded", re.IGNORECASE)
 _NO_ADDRESS: Final = re.compile(r"\[Errno 98\]|[Aa]ddress already in use|port is in use")
@@ -237,8 +239,10 @@ def _import(death: Death, failure: Failure, _: Sequence[Death]) -> Classified | 
 def _diverged(_: Death, failure: Failure, __: Sequence[Death]) -> Classified | None:
     if _ERRED.search(failure.message):
         found = _PLACES_TEXT.search(failure.message)
-        pair = () if found is None else (int(found[1]), int(found[2]))
-        return Cause.BITS, 0.95, pair, f"ranks hold different bits of one state: {_short(failure.message)}"
+        alone = _ALONE_TEXT.search(failure.message)
+        groups = (alone or found).groups() if alone or found else ()
+        blamed = tuple(int(number) for number in groups)
+        return Cause.BITS, 0.95, blamed, f"ranks hold different bits of one state: {_short(failure.message)}"
     if failure.kind in ("TrainingDiverged", "Diverged", "FloatingPointError") or (
         failure.kind == "ZbmdError" and _NOT_FINITE.search(failure.message)
     ):

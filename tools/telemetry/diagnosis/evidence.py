@@ -176,7 +176,7 @@ def users_place(places: Sequence[Place]) -> Place | None:
 
 
 def failure_of(words: Iterable[str], cause: str = "") -> Failure | None:
-    """Return the exception that the last words of a process tell of; None if they tell of none.
+    """Return the exception in the exit reason of a process; None if there is none.
 
     cause: its type and place, as `zbmd.actors.process.exit.cause_of` has them, if they are known.
     """

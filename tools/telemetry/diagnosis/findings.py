@@ -1,4 +1,4 @@
-"""What a diagnosis says: causes, findings, and their text and JSON."""
+"""Causes, findings and the diagnosis, and their text and JSON."""
 
 from __future__ import annotations
 

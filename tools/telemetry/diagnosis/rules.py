@@ -252,7 +252,7 @@ def _waits(evidence: Evidence) -> Finding:
         ranks=ranks,
         confidence=0.7,
         evidence=waits.lines,
-        do="zbmd replay DIR --until hang --show tells what led there",
+        do="zbmd replay DIR --until hang --show has what led there",
     )
 
 

@@ -17,7 +17,7 @@ from zbmd.tools.lab.faults.kinds import KINDS
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
 
-CHEAP = ("exception", "crashed", "memory", "lock", "stopped", "skipped", "shape", "bits", "slow-data", "none")
+CHEAP = ("exception", "crashed", "busy", "lock", "stopped", "skipped", "shape", "bits", "slow-data", "none")
 LIMIT_S = 400.0
 
 
@@ -76,3 +76,14 @@ def test_each_kind_that_has_a_line_marks_it() -> None:
 
     assert len(KINDS) >= 20
     assert all(marked_lines(kind.program, kind.line) for kind in KINDS.values() if kind.line)
+
+
+def test_the_guide_has_the_table_of_the_latest_corpus() -> None:
+    docs = Path(__file__).parents[4] / "docs"
+    latest = max((docs / "results" / "faults").glob("*.jsonl"))
+    results = read_results(latest)
+    guide = (docs / "GUIDE_DIAGNOSE.md").read_text()
+    shown = guide.partition("<!-- faults -->\n")[2].partition("\n<!-- end of faults -->")[0]
+    assert shown.splitlines() == table(results) and latest.name in guide
+    assert len(results) >= 200 and sum(one.right for one in results) >= 0.95 * len(results)
+    assert len({one.kind for one in results}) >= 20

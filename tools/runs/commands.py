@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from zbmd.tools.cli.options import add_command
 from zbmd.tools.runs.plot_draw import FORMATS, PICTURE_NAME, plot_run
+from zbmd.training.autograd.array_module import Array, bfloat16
 from zbmd.training.checkpoint.plan import Plan, TaskPlan, read_plan
 from zbmd.training.checkpoint.sharded import load_trained
 from zbmd.training.config import VOCABULARY
@@ -22,8 +21,10 @@ from zbmd.training.data.token_corpus import TokenCorpus, read_manifest
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.model.generate import generate, generate_tokens
 from zbmd.training.model.gpt import GPT
+from zbmd.training.ops.cuda.module import DeviceModule
 from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log, read_record
 from zbmd.training.run.loop_steps import LoopPlan
+from zbmd.training.sharded.devices import open_for_generation, parse_device
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.torch.audit import audit_loop
 from zbmd.transport.errors import UserError
@@ -80,16 +81,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     params, config, step = load_trained(path)
     print(f"weights of step {step} from {path}", file=sys.stderr)
     sys.stdout.buffer.write(arguments.prompt.encode())
-    for text in _sampled(path, GPT(config), params, arguments):
+    executor = open_for_generation(parse_device(arguments.device), config)
+    model, weights = GPT(config), params
+    if executor is not None:
+        print(f"device {executor.name}", file=sys.stderr)
+        model = GPT(config, xp=DeviceModule(executor))
+        weights = model.xp.asarray(params.astype(bfloat16()))
+    for text in _sampled(path, model, weights, arguments):
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
     print(flush=True)
     return 0
 
 
-def _sampled(
-    path: Path, model: GPT, params: npt.NDArray[np.float32], arguments: argparse.Namespace
-) -> Iterator[bytes]:
+def _sampled(path: Path, model: GPT, params: Array, arguments: argparse.Namespace) -> Iterator[bytes]:
     """Yield the continuation of the prompt, decoded by the tokenizer beside the weights if there is one."""
     drawing = {"temperature": arguments.temperature, "top_k": arguments.top_k, "seed": arguments.seed}
     beside = (path if path.is_dir() else path.parent) / TOKENIZER_NAME
@@ -133,6 +138,7 @@ def add_generate(commands: Any) -> None:
     )
     sample.add_argument("--top-k", type=int, default=40, help="tokens to draw from (default: %(default)s)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
+    sample.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto (default: %(default)s)")
     sample.set_defaults(run_command=_generate)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training.autograd.array_module import Array, to_host
+from zbmd.training import ops
+from zbmd.training.autograd.array_module import Array, to_host, widened
 from zbmd.training.autograd.rng import Purpose, stream
 from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.config import VOCABULARY
@@ -21,17 +23,22 @@ class CachedGPT(GPT):
     cache.
 
     Each new token costs only its part of the attention. Logits are those of `GPT.logits`, up to the order of
-    summation. For the numpy device.
+    summation. A model on a device takes `params` there; logits come back as float32.
     """
 
     def __init__(self, model: GPT, params: Array) -> None:
-        super().__init__(model.config)
+        super().__init__(model.config, xp=model.xp)
         config = model.config
         self._leaves = self.leaves(params)
         shape = (config.layers, config.heads, config.context, config.width // config.heads)
         dtype = np.float32 if params.dtype.itemsize == 2 else params.dtype
-        self._keys: Array = np.empty(shape, dtype)
-        self._values: Array = np.empty(shape, dtype)
+        self._caches: list[Any] = []
+        """Of each layer, on a device."""
+        if self._ops is ops:
+            self._keys: Array = np.empty(shape, dtype)
+            self._values: Array = np.empty(shape, dtype)
+        else:
+            self._caches = [self._ops.cache(*shape[1:]) for _ in range(config.layers)]
         self.read = 0
         """Number of tokens that have been read."""
 
@@ -54,12 +61,16 @@ class CachedGPT(GPT):
                 f"{len(tokens)} tokens do not fit after {self.read} of {self.config.context}"
             )
         batch = Batch(np.asarray(tokens)[None], offset=self.read)
-        logits = self.run(Tape(np, recording=False), self._leaves, batch).data
+        logits = self.run(Tape(self.xp, recording=False), self._leaves, batch).data
         self.read += len(tokens)
-        last: Array = logits[-1]
-        return last
+        last: Array = to_host(logits[-1:])[0]
+        return widened(last)
 
     def _attention(self, tape: Tape, packed: Tensor, batch: Batch, number: int) -> Tensor:
+        if self._caches:
+            bias = self._bias(packed.data.dtype)
+            y = self._ops.cached_attention(packed.data, bias, self._caches[number], known=self.read)
+            return tape.record(y, _no_way_back)
         count, heads = len(packed.data), self.config.heads
         q, keys, values = packed.data.reshape(count, 3, heads, -1).transpose(1, 2, 0, 3)
         known, stop = self.read, self.read + count
@@ -131,8 +142,8 @@ def generate_tokens(
     Each is drawn from the `top_k` most likely ones (all, if there are fewer) given the last `context` tokens,
     with odds raised to 1 / temperature; temperature 0 takes the most likely one. Keys and values are cached
     until the context is full; from then on every position shifts with each token, and everything is
-    recomputed. params: flat, (layout.size,). Raises `UserError` for arguments out of range, before the first
-    token.
+    recomputed. params: flat, (layout.size,), in host memory or on the model's device. Raises `UserError` for
+    arguments out of range, before the first token.
     """
     vocabulary = model.config.vocabulary
     if not temperature >= 0.0:
@@ -143,7 +154,7 @@ def generate_tokens(
         raise UserError(f"the length is {length}: it must be 0 to {LENGTH_MAX} tokens.")
     if not prompt or not all(0 <= token < vocabulary for token in prompt):
         raise UserError(f"the prompt needs at least one token, each from 0 to {vocabulary - 1}.")
-    return _tokens(CachedGPT(model, to_host(params)), list(prompt), length, temperature, top_k, seed)
+    return _tokens(CachedGPT(model, params), list(prompt), length, temperature, top_k, seed)
 
 
 def _tokens(

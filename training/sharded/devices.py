@@ -16,8 +16,14 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
 from zbmd.training.job.mesh import DATA_AXIS, Mesh
 from zbmd.training.model.gpt import parameter_shapes
-from zbmd.training.ops.cuda.executor import CompileSource, Executor, architecture_of, compiled_here
-from zbmd.training.ops.cuda.operators import DEPTHS
+from zbmd.training.ops.cuda.executor import (
+    CompileSource,
+    Executor,
+    architecture_of,
+    compiled_here,
+    version_in_words,
+)
+from zbmd.training.ops.cuda.operators import DEPTH_MOST, DEPTHS
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.on_device import require_kernel
 from zbmd.training.sharded.options import TrainOptions
@@ -133,6 +139,47 @@ def open_device(
         return None, f"device cpu: {error}"
 
 
+def open_for_generation(device: str, config: GPTConfig) -> Executor | None:
+    """Return what generates on `device`, None for the CPU. Raises `UserError`."""
+    if device == CPU:
+        return None
+    reason, depth = "", config.width // config.heads
+    if depth % 8 or depth > DEPTH_MOST:
+        reason = f"heads of {depth} features; the kernels need a multiple of 8 up to {DEPTH_MOST}"
+    elif config.vocabulary % 8:
+        reason = f"a vocabulary of {config.vocabulary}, which is no multiple of 8"
+    try:
+        if reason:
+            raise UserError(f"--device {device}: the model has {reason}. Use cpu.")
+        choice = DeviceChoice.of(device, _visible(device), None)
+        return Executor(_usable(choice, f"--device {device}"), compile=FOUND[0].compile)
+    except UserError:
+        if device == AUTO:
+            return None
+        raise
+
+
+def _visible(device: str) -> int:
+    count = FOUND[0].count()
+    if not count:
+        raise UserError(
+            f"--device {device}: no GPU is visible. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use cpu."
+        )
+    return count
+
+
+def _usable(choice: DeviceChoice, shown: str) -> CudaApi:
+    api = FOUND[0].open(choice.index)
+    facts, driver = api.facts(), api.driver_version()
+    architecture_of(facts.compute_capability, facts.name)
+    if driver < DRIVER_LEAST:
+        raise UserError(
+            f"{shown}: the driver supports CUDA {version_in_words(driver)}, and the kernels are compiled by "
+            f"{version_in_words(DRIVER_LEAST)}. Update it to version 580 or newer, or use cpu."
+        )
+    return api
+
+
 def _opened(
     options: TrainOptions, config: GPTConfig, mesh: Mesh, launched: RankEnvironment | None
 ) -> tuple[Executor, str]:
@@ -140,24 +187,15 @@ def _opened(
     if reason:
         raise UserError(f"--device {options.device}: {reason}.")
     require_kernel(options.training.optimizer)
-    devices, shown = FOUND[0], f"--device {options.device}"
-    count = devices.count()
-    if not count:
-        raise UserError(f"{shown}: no GPU is visible. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use cpu.")
-    choice = DeviceChoice.of(options.device, count, launched)
-    api = devices.open(choice.index)
-    facts, driver = api.facts(), api.driver_version()
-    architecture_of(facts.compute_capability, facts.name)
-    if driver < DRIVER_LEAST:
-        raise UserError(
-            f"{shown}: the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, and the kernels are "
-            "compiled by 13.0. Update it to version 580 or newer, or use cpu."
-        )
+    shown = f"--device {options.device}"
+    choice = DeviceChoice.of(options.device, _visible(options.device), launched)
+    api = _usable(choice, shown)
+    facts = api.facts()
     _require_memory(api, device_bytes(options, config, mesh), choice, shown)
     where = f"device cuda:{choice.index} ({facts.name}, {facts.pci})"
     if choice.sharing > 1:
         where += f", shared by {choice.sharing} ranks"
-    return Executor(api, compile=devices.compile), where
+    return Executor(api, compile=FOUND[0].compile), where
 
 
 def _require_memory(api: CudaApi, needs: tuple[int, int, int], choice: DeviceChoice, shown: str) -> None:

@@ -116,7 +116,7 @@ class ModelHost:
     ) -> None:
         self.devices = devices
         self.load_kernel, self.run_kernel = load_kernel, run_kernel
-        self.memory_bytes = memory_bytes
+        self.memory_bytes, self.driver, self.capability = memory_bytes, 13000, (9, 0)
         self.peer_access = peer_access
         self.lock = threading.RLock()
         self._random = random.Random(seed)
@@ -261,7 +261,7 @@ class ModelProcess(ValueWaits, Launches):
             uuid=self._uuid(self.device),
             name="Modelled GPU",
             memory_bytes=self.host.memory_bytes,
-            compute_capability=(9, 0),
+            compute_capability=self.host.capability,
             pci=f"0000:{self.device + 1:02x}:00.0",
             unified_addressing=True,
             ipc_events=True,

@@ -69,7 +69,7 @@ class Launches:
 
     def driver_version(self) -> int:
         """See `CudaApi`."""
-        return int(getattr(self.host, "driver", 13000))
+        return int(self.host.driver)
 
     def memory_info(self) -> tuple[int, int]:
         """See `CudaApi`."""

@@ -65,6 +65,10 @@ def by_numpy(launch: ModelLaunch) -> None:
             _view(launch, 0, into)[:] = _view(launch, 1, source)
         elif whole == "sum_runs":
             _view(launch, 0)[:] = _rows(_view(launch, 1), launch.arguments[3]).sum(axis=0)
+        elif whole == "cache_rows":
+            _cache_rows(launch)
+        elif whole == "attention_cached":
+            _attention_cached(launch)
         elif whole.startswith("attention"):
             _attention(name, int(kind), launch)
         elif name.startswith(("matmul_", "wgmma_")):
@@ -260,6 +264,27 @@ def _one_moment(name: str) -> Callable[[ModelLaunch, np.dtype[Any]], None]:
             _moved(launch, span, keep, 2, move * rate)
 
     return run
+
+
+def _cache_rows(launch: ModelLaunch) -> None:
+    heads, depth, context, known = (int(one) for one in launch.arguments[3:])  # type: ignore[arg-type]
+    packed = _view(launch, 2, BF16).reshape(-1, 3, heads, depth).transpose(1, 2, 0, 3)
+    for number in (0, 1):
+        room = _view(launch, number, BF16).reshape(heads, context, depth)
+        room[:, known : known + packed.shape[2]] = packed[number + 1]
+
+
+def _attention_cached(launch: ModelLaunch) -> None:
+    heads, depth, context, known = (int(one) for one in launch.arguments[5:])  # type: ignore[arg-type]
+    q = _wide(_view(launch, 1, BF16)).reshape(-1, 3, heads, depth)[:, 0].swapaxes(0, 1)
+    stop = known + q.shape[1]
+    keys, values = (_wide(_view(launch, at, BF16)).reshape(heads, context, depth)[:, :stop] for at in (2, 3))
+    back = np.arange(known, stop)[:, None] - np.arange(stop)
+    bias = _view(launch, 4).reshape(heads, context)[:, np.abs(back)]
+    scores = np.where(back < 0, -np.inf, q @ keys.swapaxes(-1, -2) / math.sqrt(depth) + bias)
+    odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    y = odds @ values / odds.sum(axis=-1, keepdims=True)
+    _view(launch, 0, BF16)[:] = y.swapaxes(0, 1).reshape(-1).astype(BF16)
 
 
 def _attention(name: str, depth: int, launch: ModelLaunch) -> None:

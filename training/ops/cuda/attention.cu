@@ -103,31 +103,47 @@ DEVICE float quad_sum(float x) {
 
 #define MASKED -1e30f  // finite: a tile in which a row sees no key leaves its sums as they are
 
+// The block of a tile of queries: block (i, b * heads + h) has tile gridDim.x - 1 - i, the longest first. It brings the
+// tiles of keys and values up to its own into two stages, one after the other.
+template <int D> struct QueryBlock {
+    static const int BYTES = TILE * D * 2;
+    int length, stride, tile, head;
+    u64 first, out;  // where the sequence begins in qkv, and the head of the sequence in y
+    const bf16 *keys, *values, *queries;
+    u32 stages;
+
+    __device__ __forceinline__ QueryBlock(const bf16 *qkv, const Shape &shape, u32 stages)
+        : length(shape.length), stride(shape.width(D)), tile(gridDim.x - 1 - blockIdx.x), head(blockIdx.y % shape.heads),
+          first((u64)(blockIdx.y / shape.heads) * length * stride),
+          out(((u64)(blockIdx.y / shape.heads) * length * shape.heads + head) * D),
+          keys(qkv + first + (shape.heads + head * shape.kv_heads / shape.heads) * D),
+          values(keys + shape.kv_heads * D), queries(qkv + first + head * D), stages(stages) {}
+
+    __device__ __forceinline__ void load(int j) const {
+        if (j <= tile) {
+            load_rows<D, THREADS>(stages + j % 2 * 2 * BYTES, keys, stride, j * TILE, length);
+            load_rows<D, THREADS>(stages + (j % 2 * 2 + 1) * BYTES, values, stride, j * TILE, length);
+        }
+        copy_async_commit();
+    }
+};
+
 // Block (i, b * heads + h): the queries of tile gridDim.x - 1 - i, the longest first.
 template <int D>
 DEVICE void forward(bf16 *y, float *logs, const bf16 *qkv, const float *bias, const Shape &shape) {
     extern __shared__ __align__(128) u8 memory[];
     const int BYTES = TILE * D * 2;
     u32 queries = shared_address(memory), stages = queries + BYTES;
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, length = shape.length, stride = shape.width(D);
-    int tile = gridDim.x - 1 - blockIdx.x, head = blockIdx.y % shape.heads, sequence = blockIdx.y / shape.heads;
-    int kv = head * shape.kv_heads / shape.heads;
-    const bf16 *base = qkv + (u64)sequence * length * stride;
-    const bf16 *keys = base + (shape.heads + kv) * D, *values = keys + shape.kv_heads * D;
-    auto load = [&](int j) {
-        if (j <= tile) {
-            load_rows<D, THREADS>(stages + j % 2 * 2 * BYTES, keys, stride, j * TILE, length);
-            load_rows<D, THREADS>(stages + (j % 2 * 2 + 1) * BYTES, values, stride, j * TILE, length);
-        }
-        copy_async_commit();
-    };
-    load_rows<D, THREADS>(queries, base + head * D, stride, tile * TILE, length);
-    load(0);
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    QueryBlock<D> block(qkv, shape, stages);
+    int length = block.length, tile = block.tile, head = block.head;
+    load_rows<D, THREADS>(queries, block.queries, block.stride, tile * TILE, length);
+    block.load(0);
     float sums[D / 8][4] = {}, top[2] = {MASKED, MASKED}, total[2] = {};
     float scale = rsqrtf((float)D) * LOG2E;
     int row0 = tile * TILE + warp * 16 + lane / 4;
     for (int j = 0; j <= tile; j++) {
-        load(j + 1);
+        block.load(j + 1);
         copy_async_wait<1>();
         __syncthreads();
         float p[8][4], most[2] = {MASKED, MASKED};
@@ -168,7 +184,7 @@ DEVICE void forward(bf16 *y, float *logs, const bf16 *qkv, const float *bias, co
         if (lane % 4 == 0 && row < length)
             logs[(u64)blockIdx.y * length + row] = top[half] / LOG2E + logf(sum);
     }
-    store_rows<D, D>(y + (u64)sequence * length * shape.heads * D + head * D, shape.heads * D, tile * TILE, length, queries,
+    store_rows<D, D>(y + block.out, shape.heads * D, tile * TILE, length, queries,
                      sums, inverse[0], inverse[1], 0);
 }
 
@@ -259,21 +275,12 @@ DEVICE void backward_queries(bf16 *dqkv, const bf16 *dy, const float *logs, cons
     extern __shared__ __align__(128) u8 memory[];
     const int BYTES = TILE * D * 2;
     u32 queries = shared_address(memory), slopes = queries + BYTES, stages = slopes + BYTES;
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, length = shape.length, stride = shape.width(D);
-    int tile = gridDim.x - 1 - blockIdx.x, head = blockIdx.y % shape.heads, sequence = blockIdx.y / shape.heads;
-    int kv = head * shape.kv_heads / shape.heads;
-    const bf16 *base = qkv + (u64)sequence * length * stride;
-    const bf16 *keys = base + (shape.heads + kv) * D, *values = keys + shape.kv_heads * D;
-    auto load = [&](int j) {
-        if (j <= tile) {
-            load_rows<D, THREADS>(stages + j % 2 * 2 * BYTES, keys, stride, j * TILE, length);
-            load_rows<D, THREADS>(stages + (j % 2 * 2 + 1) * BYTES, values, stride, j * TILE, length);
-        }
-        copy_async_commit();
-    };
-    load_rows<D, THREADS>(queries, base + head * D, stride, tile * TILE, length);
-    load_rows<D, THREADS>(slopes, dy + ((u64)sequence * length * shape.heads + head) * D, shape.heads * D, tile * TILE, length);
-    load(0);
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    QueryBlock<D> block(qkv, shape, stages);
+    int length = block.length, tile = block.tile, head = block.head;
+    load_rows<D, THREADS>(queries, block.queries, block.stride, tile * TILE, length);
+    load_rows<D, THREADS>(slopes, dy + block.out, shape.heads * D, tile * TILE, length);
+    block.load(0);
     float dq[D / 8][4] = {}, log[2], along[2], root = rsqrtf((float)D);
     int row0 = tile * TILE + warp * 16 + lane / 4;
 #pragma unroll
@@ -283,7 +290,7 @@ DEVICE void backward_queries(bf16 *dqkv, const bf16 *dy, const float *logs, cons
         along[half] = row < length ? delta[(u64)blockIdx.y * length + row] : 0.0f;
     }
     for (int j = 0; j <= tile; j++) {
-        load(j + 1);
+        block.load(j + 1);
         copy_async_wait<1>();
         __syncthreads();
         u32 tk = stages + j % 2 * 2 * BYTES, tv = tk + BYTES;
@@ -302,7 +309,7 @@ DEVICE void backward_queries(bf16 *dqkv, const bf16 *dy, const float *logs, cons
         add_weighted_rows<D, D>(dq, dp, tk, 0);
         __syncthreads();
     }
-    store_rows<D, D>(dqkv + (u64)sequence * length * stride + head * D, stride, tile * TILE, length, queries, dq,
+    store_rows<D, D>(dqkv + block.first + head * D, block.stride, tile * TILE, length, queries, dq,
                      root, root, 0);
 }
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -114,6 +115,14 @@ class _Pieces:
             self._api.event_synchronize(found.event)
         found.is_used = True
         return found
+
+
+@dataclass(slots=True)
+class Graph:
+    """Work that was captured, and how many kernels are in it."""
+
+    number: int = 0
+    launches: int = 0
 
 
 class Executor:
@@ -262,6 +271,27 @@ class Executor:
     def each(self, name: str, elements: int, *arguments: Argument) -> None:
         """Launch a kernel that goes over so many elements in strides of its grid."""
         self.launch(name, min(BLOCKS_MAX, -(-elements // BY_NAME[name].block)), *arguments)
+
+    # ---- graphs
+
+    @contextmanager
+    def capturing(self) -> Generator[Graph]:
+        """Record what the device is asked for in the block, without running it; replay the result.
+
+        The arrays in use must stay; memory must have been allocated before, as by a run of the same work.
+        """
+        graph, before = Graph(), self.launches
+        self.api.stream_begin_capture(self.stream)
+        try:
+            yield graph
+        finally:
+            graph.number = self.api.stream_end_capture(self.stream)
+            graph.launches, self.launches = self.launches - before, before
+
+    def replay(self, graph: Graph) -> None:
+        """Ask the device for all of a graph, as one launch, with what its arrays hold then."""
+        self.api.graph_launch(graph.number, self.stream)
+        self.launches += 1
 
     def _function(self, name: str) -> int:
         found = self._functions.get(name)

@@ -21,6 +21,8 @@ from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.table import BY_NAME
 from zbmd.transport.errors import LocalProtocolError
 
+DEPTH_MOST: Final = 256
+"""Features of a head, at most, in attention over a cache."""
 DEPTHS: Final = (64, 128)
 """Features of a head that attention has kernels for."""
 ATTENTION_TILE: Final = 64
@@ -287,6 +289,24 @@ class CudaOperators:
         return tape.record(_as_data(thinned(_on_device(x.data))), backward)
 
     # ---- attention
+
+    def cache(self, heads: int, context: int, depth: int) -> tuple[DeviceArray, DeviceArray]:
+        """Return room for the keys and the values of one sequence."""
+        keys, values = (self.executor.zeros((heads, context, depth), self.dtype) for _ in range(2))
+        return keys, values
+
+    def cached_attention(
+        self, qkv: Array, bias: Array, cache: tuple[DeviceArray, DeviceArray], *, known: int
+    ) -> DeviceArray:
+        """Return the attention of new rows after `known` cached positions, and cache theirs."""
+        run, packed, (keys, values) = self.executor, _on_device(qkv), cache
+        heads, context, depth = keys.shape
+        sizes = (i32(heads), i32(depth), i32(context), i32(known))
+        run.launch("cache_rows", len(packed), Out(keys), Out(values), packed, *sizes)
+        y = run.empty((len(packed), heads * depth), self.dtype)
+        given = (packed, keys, values, _on_device(bias), *sizes)
+        run.launch("attention_cached", (len(packed), heads), Out(y), *given)
+        return y
 
     def causal_attention(self, tape: Tape, qkv: Tensor, bias: Array, *, batch: int, heads: int) -> Tensor:
         """See `ops.causal_attention`. bias: (heads, context) float32 on the device."""

@@ -96,6 +96,8 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
         for form in ("nn", "nt", "tn")
         for kind in ("f32", "bf16")
     ),
+    KernelEntry(name="cache_rows", source="cached.cu", block=256, registers=40),
+    KernelEntry(name="attention_cached", source="cached.cu", block=128, registers=64, shared=4128),
     *_attention(64, 128, 160, 248, 176),
     *_attention(128, 256, 200, 255, 240),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -16,12 +17,17 @@ from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.tools.chaos import small_job
 from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, ended_within, failures_of
 from zbmd.tools.node.guard.command import PRELOAD as OF_GUARDS
+from zbmd.tools.runs.commands import audit_run
+from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
+from zbmd.training.torch.audit import LoopAudit, Proof
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 ARENA_BYTES: Final = 32 << 20
 SAVED_EVERY: Final = 4
 """Steps from one checkpoint to the next, beside the loop."""
+ENDS: Final = "ends with "
+LOSSES: Final = "losses of the log: "
 LINES_MAX: Final = 4096
 """Of all ranks together: three lines for each step are some hundred."""
 PRELOAD: Final = (*OF_GUARDS, "torch.distributed.fsdp", "zbmd.torch")
@@ -29,7 +35,10 @@ PRELOAD: Final = (*OF_GUARDS, "torch.distributed.fsdp", "zbmd.torch")
 
 
 class LoopCase(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
-    """A script, its variable MODE, and the kills. counts: as of `JobCase`; out: of its checkpoints."""
+    """A script, its variable MODE, and the kills. counts: as of `JobCase`; out: of its log and checkpoints.
+
+    shrinks: it goes on with the ranks that are left. environment: more variables.
+    """
 
     program: Path
     mode: str
@@ -37,19 +46,22 @@ class LoopCase(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
     ranks: int
     counts: Path | None = None
     out: Path | None = None
+    shrinks: bool = False
+    environment: dict[str, str] = {}
     variables: dict[str, str] = {}
 
 
 def _environment_of(case: LoopCase) -> dict[str, str]:
     fault = {faults.FAULT_VARIABLE: case.fault} if case.fault else {}
     saves = {"OUT": str(case.out), "EVERY": str(SAVED_EVERY)} if case.out else {}
-    return {"MODE": case.mode, **fault, **saves}
+    return {"MODE": case.mode, **fault, **saves, **case.environment}
 
 
 async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome:
     """Run it once. The digest is that of what ranks print of their final state, in the order of ranks.
 
-    Raises `UserError` if the run fails, with what ranks said.
+    Of a loop that shrinks the log is checked, and its losses are added to what ranks said. Raises `UserError`
+    if the run fails, with what ranks said, or if the log does not prove that each sample came once.
     """
     output = RanksOutput(lines=deque(maxlen=LINES_MAX))
     target, arguments, is_module = str(case.program), list[str](), False
@@ -60,7 +72,7 @@ async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome
         is_module=is_module,
         arguments=tuple(arguments),
         world_size=case.ranks,
-        on_loss=OnLoss.REPLACE,
+        on_loss=OnLoss.SHRINK if case.shrinks else OnLoss.REPLACE,
         max_restarts=RESTARTS_MAX,
         arena_bytes=ARENA_BYTES,
         environment=_environment_of(case),
@@ -71,5 +83,20 @@ async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome
     if ended.exit_code != 0:
         raise UserError(f"with {case.fault!r} the loop did not finish: {ended.reason}\n{told}")
     finals = sorted(line for line in output.lines if "final rank" in line)
+    if case.shrinks and case.out is not None:
+        finals, told = sorted(ends_in(output.lines)), f"{told}\n{LOSSES}{_losses(case)}"
     digest = hashlib.sha256("\n".join(finals).encode()).hexdigest()
     return JobOutcome(digest=digest, failures=failures_of(ended.failures), told=told)
+
+
+def ends_in(lines: Iterable[str]) -> list[str]:
+    """Return the digests of the whole state that ranks say they end with."""
+    return [line.partition(ENDS)[2] for line in lines if ENDS in line]
+
+
+def _losses(case: LoopCase) -> str:
+    assert case.out is not None
+    found = audit_run(case.out)
+    if not isinstance(found, LoopAudit) or not found.is_whole or found.proves is not Proof.SAMPLES:
+        raise UserError(f"with {case.fault!r} the ledger does not balance: {found}")
+    return " ".join(repr(loss_of(record)) for record in read_log(case.out / LOG_NAME)[1])

@@ -7,13 +7,17 @@
 
 The loops are the programs of the tests, in each of their modes. A case is one run: a kill of any rank at any
 pass of a point, inside collectives of the forward and backward pass and in a checkpoint too, or two kills, of
-two ranks or of a rank and its replacement. What ranks report of steps, and the final state, must be what an
-undisturbed run reports. Where two kills take a shard and its copy, and where all other ranks have ended as a
-replacement comes, the loop must end, and say so. PyTorch is needed.
+two ranks, of a rank and its replacement, or of one and of another in the recovery. What ranks report of
+steps, and the final state, must be what an undisturbed run reports. Where two kills take a shard and its
+copy, and where all other ranks have ended as a replacement comes, the loop must end, and say so.
+
+A loop that shrinks must have each sample once in its log; all ranks that are left must end with the same
+state, and its losses must be those of an undisturbed run: DDP's to the last bit. PyTorch is needed.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import sys
@@ -26,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.chaos.job_worker import CaseResult
-from zbmd.tools.chaos.loop_case import LoopCase
+from zbmd.tools.chaos.loop_case import LOSSES, LoopCase, ends_in
 from zbmd.tools.chaos.small_job import Passes
 from zbmd.tools.chaos.sweep import (
     WORKERS_MAX,
@@ -45,8 +49,15 @@ from zbmd.transport.errors import UserError
 
 PROGRAMS: Final = Path(__file__).resolve().parents[2] / "tests" / "programs"
 KINDS: Final = {"ddp": PROGRAMS / "training/resilient_ddp.py", "fsdp": PROGRAMS / "torch/resilient_fsdp.py"}
-PAIRS_SHARE: Final = 0.3
-"""Of all cases: two kills."""
+SHRINKING: Final = {"ddp": PROGRAMS / "torch/recorded_loop.py", "fsdp": KINDS["fsdp"]}
+"""Programs whose loops go on with fewer ranks."""
+PAIRS_SHARE: Final = 0.25
+"""Of all cases: two kills at points that an undisturbed run passes."""
+RECOVERIES_SHARE: Final = 0.2
+"""Of all cases: a kill, and another in the recovery from it."""
+LIKE: Final = 1e-4
+"""The difference, as a share, of losses of FSDP2 over other numbers of ranks; of 16 bits: `LIKE_16`."""
+LIKE_16: Final = 0.02
 LOST: Final = re.compile(r"are lost together|is lost before rank \d+ had a copy")
 """The words of a loop that ends since a shard and its copy are gone."""
 LATE: Final = re.compile(r"finished (?:its|their) script: no process group")
@@ -55,26 +66,41 @@ LATE: Final = re.compile(r"finished (?:its|their) script: no process group")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSetting:
-    """A loop of a kind, in a mode of its program, on `ranks` ranks. saves: it has a log and checkpoints."""
+    """A loop of a kind, in a mode of its program, on `ranks` ranks. saves: it has a log and checkpoints.
+
+    shrinks: lost ranks are not replaced; it has a log.
+    """
 
     kind: str
     mode: str
     ranks: int = 3
     saves: bool = False
+    shrinks: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.mode}{' saved' if self.saves else ''} n={self.ranks}"
+        kind = f"{' saved' if self.saves else ''}{' shrinks' if self.shrinks else ''}"
+        return f"{self.kind} {self.mode}{kind} n={self.ranks}"
 
     def case(self, *, out: Path, data: Path, fault: str, counts: Path | None) -> LoopCase:
         """Return a run of it."""
+        more = {"WHOLE": "1", "EXACT": str(self.ranks)} if self.shrinks else {}
         return LoopCase(
-            program=KINDS[self.kind],
+            program=(SHRINKING if self.shrinks else KINDS)[self.kind],
             mode=self.mode,
             fault=fault,
             ranks=self.ranks,
             counts=counts,
-            out=out if self.saves else None,
+            out=out if self.saves or self.shrinks else None,
+            shrinks=self.shrinks,
+            environment=more if self.saves or not self.shrinks else {**more, "EVERY": "0"},
         )
+
+    @property
+    def recovery(self) -> tuple[str, ...]:
+        """The points of a recovery that survivors pass, and those of a replacement with `#2`."""
+        if self.shrinks:
+            return ("loop.meet", *(("loop.divided", "loop.agreed") if self.kind == "fsdp" else ()))
+        return ("loop.meet", "#2:loop.meet", "#2:loop.take", *(("loop.give",) if self.kind == "ddp" else ()))
 
 
 SETTINGS: Final = (
@@ -88,6 +114,9 @@ SETTINGS: Final = (
     ),
     LoopSetting(kind="fsdp", mode="hybrid", ranks=4),
     *(LoopSetting(kind=kind, mode="plain", saves=True) for kind in KINDS),
+    *(LoopSetting(kind=kind, mode="plain", ranks=4, shrinks=True) for kind in KINDS),
+    LoopSetting(kind="fsdp", mode="mixed+kept+fused", shrinks=True),
+    *(LoopSetting(kind=kind, mode="plain", saves=True, shrinks=True) for kind in KINDS),
 )
 
 
@@ -109,6 +138,28 @@ def difference(told: Collection[str], wanted: Collection[str], fault: str) -> st
     return "; ".join(f"{what}: {', '.join(lines[:3])}" for what, lines in found.items() if lines)
 
 
+def difference_of_fewer(setting: LoopSetting, told: str, wanted: str, left: int) -> str:
+    """Return what is wrong with a loop that has ended with `left` ranks, beside one with all.
+
+    Empty: nothing.
+    """
+    (losses, calm), ends = (_losses_in(text) for text in (told, wanted)), ends_in(told.splitlines())
+    if len(ends) != left or len(set(ends)) != 1:
+        return f"{left} ranks are left, and these are their ends: {ends}"
+    if setting.kind == "ddp":
+        same = losses == calm and set(ends) == set(ends_in(wanted.splitlines()))
+        return "" if same else f"it ends with {ends[0]}, and losses {losses}, not {calm}"
+    like = LIKE_16 if "mixed" in setting.mode else LIKE
+    are_like = len(losses) == len(calm) and all(
+        math.isclose(one, other, rel_tol=like) for one, other in zip(losses, calm, strict=True)
+    )
+    return "" if are_like else f"losses {losses} are not like {calm}"
+
+
+def _losses_in(told: str) -> list[float]:
+    return [float(each) for each in told.rpartition(LOSSES)[2].split()]
+
+
 def of_living(wanted: Collection[str], fault: str) -> set[str]:
     """Return the reports of ranks that no kill is for."""
     killed = {int(one.process.removeprefix("rank")) for one in faults.parse(fault)}
@@ -126,12 +177,23 @@ def verdict_on_end(setting: LoopSetting, fault: str, error: str, wanted: Collect
 def drawn(setting: LoopSetting, passes: Sequence[Passes], count: int, seed: int) -> list[str]:
     """Draw `count` cases of a loop: one kill, or two."""
     rng, found = random.Random(f"{setting}/{seed}"), dict[str, None]()
-    pairs = round(PAIRS_SHARE * count)
-    while len(found) < count - pairs:
+    pairs, again = round(PAIRS_SHARE * count), round(RECOVERIES_SHARE * count)
+    while len(found) < count - pairs - again:
         found[drawn_kill(rng, passes, rng.randrange(setting.ranks))] = None
-    both = [*found, *sampled_pairs(passes, pairs, f"{setting}/{seed}/pairs")]
-    rng.shuffle(both)
-    return both
+    while len(found) < count - pairs:
+        found[_in_recovery(setting, rng, passes)] = None
+    both = sampled_pairs(passes, 3 * pairs, f"{setting}/{seed}/pairs")
+    every = [*found, *[each for each in both if not (setting.shrinks and "#2" in each)][:pairs]]
+    rng.shuffle(every)
+    return every
+
+
+def _in_recovery(setting: LoopSetting, rng: random.Random, passes: Sequence[Passes]) -> str:
+    """Draw a kill of a rank, and one of another, or of its replacement, in the recovery from that."""
+    rank, point = rng.randrange(setting.ranks), rng.choice(setting.recovery)
+    other = rng.choice([each for each in range(setting.ranks) if each != rank])
+    then = f"rank{rank}{point}:1" if point.startswith("#") else f"rank{other}:{point}:1"
+    return f"{drawn_kill(rng, passes, rank)},{then}"
 
 
 class LoopSweep(Sweep[LoopSetting]):
@@ -142,6 +204,10 @@ class LoopSweep(Sweep[LoopSetting]):
         outcome, wanted = ended.outcome, reports_in(self.calm_told[str(setting)].splitlines())
         if outcome is None:
             return verdict_on_end(setting, fault, ended.error, wanted), ended.error
+        if setting.shrinks:
+            left = setting.ranks - outcome.deaths
+            wrong = difference_of_fewer(setting, outcome.told, self.calm_told[str(setting)], left)
+            return ("other bits" if wrong else "same bits"), f"{wrong}\n{outcome.told}" if wrong else ""
         wrong = difference(reports_in(outcome.told.splitlines()), wanted, fault)
         return ("other bits" if wrong else "same bits"), f"{wrong}\n{outcome.told}" if wrong else ""
 

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from zbmd.tools.chaos.loop_case import LOSSES
 from zbmd.tools.chaos.loops import (
     KINDS,
     SETTINGS,
+    SHRINKING,
     LoopSetting,
     difference,
+    difference_of_fewer,
     drawn,
     main,
     reports_in,
@@ -68,8 +71,39 @@ def test_kills_of_loops_are_drawn_alone_and_in_pairs() -> None:
     setting, passes = LoopSetting(kind="ddp", mode="plain"), [{"loop.begin": 9, "collective.point": 99}] * 3
     cases = drawn(setting, passes, 40, 1)
     assert cases == drawn(setting, passes, 40, 1) != drawn(setting, passes, 40, 2)
-    assert len(set(cases)) == 40 and [len(faults.parse(case)) for case in cases].count(2) == 12
-    assert all(KINDS[one.kind].exists() for one in SETTINGS)
+    assert len(set(cases)) == 40 and [len(faults.parse(case)) for case in cases].count(2) == 18
+    assert any(case.endswith("#2:loop.take:1") for case in cases)
+    assert all(KINDS[one.kind].exists() and SHRINKING[one.kind].exists() for one in SETTINGS)
+
+
+def test_kills_of_loops_that_shrink_are_of_ranks_that_are_there() -> None:
+    """None is of a replacement, and some are of ranks that divide the state."""
+    setting = LoopSetting(kind="fsdp", mode="plain", ranks=4, shrinks=True)
+    cases = drawn(setting, [{"loop.begin": 9, "collective.point": 99}] * 4, 60, 1)
+    assert not any("#2" in case for case in cases)
+    assert any(case.endswith(("loop.divided:1", "loop.agreed:1")) for case in cases)
+
+
+CALM = f"[rank0]: rank 0 ends with aa\n{LOSSES}1.0 0.5"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "left", "wrong"),
+    [
+        ("ddp", CALM, 1, ""),
+        ("ddp", CALM, 2, "2 ranks are left"),
+        ("ddp", f"rank 1 ends with aa\n{CALM}", 2, ""),
+        ("ddp", f"rank 1 ends with bb\n{CALM}", 2, "2 ranks are left"),
+        ("ddp", CALM.replace("aa", "bb"), 1, "it ends with bb"),
+        ("ddp", CALM.replace("0.5", "0.50001"), 1, "it ends with aa"),
+        ("fsdp", CALM.replace("0.5", "0.50001").replace("aa", "bb"), 1, ""),
+        ("fsdp", CALM.replace("0.5", "0.6"), 1, "losses"),
+        ("fsdp", CALM.replace(" 0.5", ""), 1, "losses"),
+    ],
+)
+def test_a_loop_that_has_shrunk_is_as_an_undisturbed_one(kind: str, told: str, left: int, wrong: str) -> None:
+    found = difference_of_fewer(LoopSetting(kind=kind, mode="plain", shrinks=True), told, CALM, left)
+    assert found.startswith(wrong) and bool(found) == bool(wrong)
 
 
 @pytest.mark.optional

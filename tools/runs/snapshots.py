@@ -7,6 +7,7 @@ import contextlib
 import time
 import tomllib
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from zbmd.training.checkpoint.storage import storage_of, url_of
 from zbmd.training.checkpoint.verified import each_checkpoint
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.redundancy.holdings import SLOTS
-from zbmd.training.redundancy.stamped import STATE_BLOCK, StampedSlots, digest_of, slots_in
+from zbmd.training.redundancy.stamped import STATE_BLOCKS, StampedSlots, digest_of, slots_in
 from zbmd.training.run.ledger import LOG_NAME, has_log, read_record
 from zbmd.training.sharded.options import RECIPE_NAME
 from zbmd.transport.clock.deadlines import format_duration
@@ -88,15 +89,13 @@ def held_runs(holders: list[HolderAddress], directory: Path | None) -> Iterator[
 def _in_memory(found: Snapshots, directory: Path | None) -> Iterator[HeldVersion]:
     where = f"process {found.pid}"
     for rank, memory in sorted(found.memory.items()):
-        block = block_of(memory, STATE_BLOCK)
-        held = None if block is None else slots_in(block)
-        if held is None:
+        blocks = (block_of(memory, name) for name in STATE_BLOCKS)  # more than one while a state is recut
+        held = [one for one in map(slots_in, filter(None, blocks)) if one is not None]
+        if not held:
             yield HeldVersion(
                 tier=MEMORY, rank=rank, version=None, nbytes=0, age_s=None, state=WRITTEN, where=where
             )
-            continue
-        name, slots = held
-        for slot in range(SLOTS):
+        for (name, slots), slot in product(held, range(SLOTS)):
             version, state = verified(slots, slot)
             yield HeldVersion(
                 tier=MEMORY,

@@ -38,9 +38,9 @@ from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim.clip import TrainingDiverged
 from zbmd.training.profiler.lines import Death, StepLine
 from zbmd.training.profiler.profiler import Profiler
-from zbmd.training.redundancy.buddy import BuddyReplica, KeptState, attend_with_nothing
+from zbmd.training.redundancy.buddy import BuddyReplica, KeptState
 from zbmd.training.redundancy.coded.driver import CodedReplica
-from zbmd.training.redundancy.cut_files import attend_without_file
+from zbmd.training.redundancy.cut_meeting import attend_with_nothing
 from zbmd.training.redundancy.failures import StepFailed
 from zbmd.training.redundancy.file import FileRedundancy
 from zbmd.training.redundancy.interface import (
@@ -254,8 +254,7 @@ class Job(Generic[ResultT]):
             logged = self._share_records(members)
             known = max(logged, self._results.known)
             if keeper is None:
-                attend = attend_without_file if self._options.files else attend_with_nothing
-                attend(members, active, known)
+                attend_with_nothing(members, active, known, files=self._options.files)
                 self._share(members, None)
             else:
                 self._share(members, keeper.attend(members, active, known))
@@ -276,7 +275,8 @@ class Job(Generic[ResultT]):
                 if found is not None:
                     self._take_notes(found)
             if self._options.checkpoints:
-                self._checkpoints.state_in(trainer.kept, self._worker)
+                kept = None if self._task.resizes else trainer.kept  # it would have another block by then
+                self._checkpoints.state_in(kept, self._worker)
             self._keeper = self._keeper_of(trainer, groups.world)
         return self._keeper
 
@@ -287,11 +287,15 @@ class Job(Generic[ResultT]):
         self._on_loop(self._start_actors(trainer))
         return trainer
 
-    def _resized(self) -> tuple[ResizableState, Sequence[Array]]:
-        """Return the state of a new trainer, for the number of ranks of this view, and room for copies."""
+    def _resized(self) -> tuple[ResizableState, Sequence[Array], KeptState | None]:
+        """Return the state of a new trainer, for the number of ranks of this view, and room for copies.
+
+        With it what outlives this rank, if that is where it lies.
+        """
         made = self._remade()
         assert isinstance(made.shard, ResizableState), "a task that resizes has such a state"
-        return made.shard, self._task.copies(made)
+        kept = None if made.kept is None else self._kept_state(made.kept)
+        return made.shard, self._task.copies(made), kept
 
     def _refiled(self) -> tuple[ResizableState, StateFile]:
         """Return the state of a new trainer, and the file that it is in."""
@@ -355,6 +359,7 @@ class Job(Generic[ResultT]):
             on_commit=self._committed,
             kept=None if trainer.kept is None else self._kept_state(trainer.kept),
             resize=self._resized if self._task.resizes else None,
+            on_found=self._take_notes,
         )
 
     def _kept_state(self, slots: StampedSlots) -> KeptState:

@@ -14,138 +14,38 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group, hosts_of
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.cut_events import (
-    Cut,
     CutSource,
     Divide,
     EnteredCut,
-    HeldCut,
     Keeps,
     Lend,
     Lent,
     Reshard,
     Resharded,
 )
+from zbmd.training.redundancy.cut_meeting import CutMeeting
 from zbmd.training.redundancy.failures import Cancellation, WorkCancelled
-from zbmd.training.redundancy.holdings import SLOTS, Copy, Held
+from zbmd.training.redundancy.holdings import SLOTS
+from zbmd.training.redundancy.holdings_row import ROW_NUMBERS, HoldingsRow
 from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver, ResizableState
+from zbmd.training.redundancy.left_memory import damage_logged, left_by_dead, left_by_predecessor
 from zbmd.training.redundancy.pull import FETCH_ELEMENTS, pull
-from zbmd.training.redundancy.resizing import ResizingMirror, nothing_held
-from zbmd.training.redundancy.stamped import Note, StampedSlots, digest_of
+from zbmd.training.redundancy.resizing import ResizingMirror
+from zbmd.training.redundancy.stamped import FoundState, Note, StampedSlots, digest_of
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native._native import now_ns
 
-HANDLES: Final = 2 * SLOTS
-"""The slots of the own shard, then those of copies."""
-_HEAD: Final = 3 + SLOTS
-_PER_COPY: Final = 3
-_CUT: Final = 3
-_CUT_AT: Final = _HEAD + _PER_COPY * SLOTS
-_HANDLES_AT: Final = _CUT_AT + _CUT
-_HALF: Final = _HANDLES_AT + 2 * HANDLES
-ROW_NUMBERS: Final = 2 * _HALF
-"""Both of the cut in use and of the older one."""
-VERSION_MAX: Final = 1 << 40
-_ADDRESS_MAX: Final = (1 << 63) - 1
-
-Numbers = NDArray[np.uint64]
-
 log: Final = structlog.stdlib.get_logger("zbmd.redundancy")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HoldingsRow:
-    """The report of one rank. `handles`: where peers read its slots.
-
-    cut: what `held` is of, if the state may be recut, and older: what the rank keeps of the cut before.
-    """
-
-    held: Held
-    handles: tuple[RegionHandle, ...]
-    cut: Cut | None = None
-    older: HoldingsRow | None = None
-
-    def encoded(self) -> Numbers:
-        """Return (ROW_NUMBERS,): versions, wards and parts are incremented by one, 0 means none.
-
-        So does a handle of no bytes, of a slot that a rank does not have.
-        """
-        numbers = self._half()
-        if self.older is not None:
-            numbers += self.older._half()
-        numbers += [0] * (ROW_NUMBERS - len(numbers))
-        return np.array(numbers, np.uint64)
-
-    def _half(self) -> list[int]:
-        held, cut = self.held, self.cut
-        numbers = [0 if version is None else version + 1 for version in held.own]
-        numbers += [held.known, held.first, held.digest]
-        for copy in held.copies:
-            numbers += [0, 0, 0] if copy is None else [copy.ward + 1, copy.version, copy.digest]
-        numbers += [0, 0, 0] if cut is None else [cut.made, cut.parts, cut.part + 1]
-        for handle in self.handles:
-            numbers += [handle.offset, handle.nbytes]
-        return numbers + [0] * (_HALF - len(numbers))
-
-    @classmethod
-    def decoded(cls, row: Numbers, slot: int, incarnation: int) -> HoldingsRow:
-        """Return the report of the member in `slot`. Raises `RemoteProtocolError`: the numbers are a peer's.
-
-        Handles are checked when they are opened.
-        """
-        numbers = [int(number) for number in row]
-        if len(numbers) != ROW_NUMBERS:
-            raise RemoteProtocolError(f"slot {slot} reports {len(numbers)} numbers, expected {ROW_NUMBERS}")
-        now, older = numbers[:_HALF], numbers[_HALF:]
-        kept = cls._of_half(older, slot, incarnation) if any(older) else None
-        return replace(cls._of_half(now, slot, incarnation), older=kept)
-
-    @classmethod
-    def _of_half(cls, numbers: Sequence[int], slot: int, incarnation: int) -> HoldingsRow:
-        own = [None if number == 0 else number - 1 for number in numbers[:SLOTS]]
-        copies: list[Copy | None] = []
-        for at in range(_HEAD, _CUT_AT, _PER_COPY):
-            ward, version, digest = numbers[at : at + _PER_COPY]
-            copies.append(None if ward == 0 else Copy(ward=ward - 1, version=version, digest=digest))
-        said = [(place, version) for place, version in enumerate(own) if version is not None]
-        said += [(place, copy.version) for place, copy in enumerate(copies) if copy is not None]
-        known, first, digest = numbers[SLOTS:_HEAD]
-        made, parts, part = numbers[_CUT_AT:_HANDLES_AT]
-        if max(known, first) > VERSION_MAX or any(v > VERSION_MAX or v % SLOTS != at for at, v in said):
-            raise RemoteProtocolError(f"slot {slot} reports impossible versions: {numbers}")
-        if max(made, parts) > VERSION_MAX or part > parts:
-            raise RemoteProtocolError(f"slot {slot} reports an impossible cut: {numbers}")
-        places = numbers[_HANDLES_AT:]
-        if max(places) > _ADDRESS_MAX:
-            raise RemoteProtocolError(f"slot {slot} reports memory at impossible addresses: {places}")
-        handles = tuple(
-            RegionHandle(slot=slot, incarnation=incarnation, offset=offset, nbytes=nbytes, writable=False)
-            for offset, nbytes in zip(places[::2], places[1::2], strict=True)
-        )
-        held = Held(
-            own=(own[0], own[1]), known=known, copies=(copies[0], copies[1]), first=first, digest=digest
-        )
-        cut = None if part == 0 else Cut(made=made, parts=parts, part=part - 1)
-        return cls(held=held, handles=handles, cut=cut)
-
-    def of_cut(self) -> HeldCut:
-        """Return the report of a state that may be recut. Raises `RemoteProtocolError` for another."""
-        if self.cut is None:
-            raise RemoteProtocolError("a rank does not say how its state is cut")
-        return HeldCut(
-            held=self.held, cut=self.cut, older=None if self.older is None else self.older.of_cut()
-        )
 
 
 COPIES: Final = 1 + zm.SLOTS
@@ -165,13 +65,6 @@ RESHARDED_POINT = faults.declare("mirror.resharded", "when it is there, before t
 FORGET_POINT = faults.declare("mirror.forget", "when all parts have copies, before the older cut goes")
 
 
-def attend_with_nothing(everyone: Group, _active: Sequence[int], known: int) -> None:
-    """Attend as the members of a new epoch meet, as a rank that waits and has not held anything yet."""
-    nothing = nothing_held(known)
-    row = HoldingsRow(held=nothing.held, handles=(), cut=nothing.cut)
-    everyone.blocking.all_gather(row.encoded())
-
-
 @dataclass(frozen=True, slots=True)
 class Bank:
     """The memory of one cut: two slots of the own shard, two for copies, and how peers name them.
@@ -182,6 +75,8 @@ class Bank:
     slots: Sequence[Array]
     copies: Sequence[Array]
     handles: tuple[RegionHandle, ...]
+    release: Callable[[], None] = lambda: None
+    """Gives the slots back, if they lie in memory that outlives this rank."""
     lengths: list[int] = field(default_factory=lambda: [0] * SLOTS)
 
     def array(self, source: zm.Source) -> Array:
@@ -213,12 +108,7 @@ class KeptState:
                 found, stamped = digest_of(array), self.slots.digest_in(slot)
                 if found != stamped:
                     self.slots.begin(slot)
-                    log.warning(
-                        "the state in memory is damaged, and is not used",
-                        version=version,
-                        digest=f"{found:016x}",
-                        expected=f"{stamped:016x}",
-                    )
+                    damage_logged(version, found, stamped)
         return self.slots.version_in(0), self.slots.version_in(1)
 
     def note_step(self, done: Any) -> None:
@@ -232,6 +122,10 @@ class KeptState:
         self.slots.put_record(int(note[0]) % SLOTS, note)
 
 
+def _not_sent(found: CutSource) -> Array:
+    raise LocalProtocolError(f"{found}: what a living rank holds is read in its memory")
+
+
 class BuddyReplica(RedundancyDriver):
     """`Redundancy` of what `own` holds at `place` of `ranks`: a replica at a buddy, or ranks of equal keys.
 
@@ -240,7 +134,8 @@ class BuddyReplica(RedundancyDriver):
     highest version known to be committed.
     `kept`: where the slots of `own` lie, if that outlives this rank, so that its replacement has them.
     `resize`: if the state is recut for another number of ranks, makes the memory for this rank's part of
-    it, and for copies, in the place of `own`; what it held is let go of, or read by peers for a while.
+    it, and for copies, in the place of `own`, and says whether it outlives this rank; what it held is let go
+    of, or read by peers for a while. `on_found`: is given what dead ranks have left of such a state.
     `on_update`: called with each step whose update is done here; `on_commit`: with each version that is safe,
     and its digests.
     """
@@ -258,7 +153,8 @@ class BuddyReplica(RedundancyDriver):
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
         kept: KeptState | None = None,
-        resize: Callable[[], tuple[ResizableState, Sequence[Array]]] | None = None,
+        resize: Callable[[], tuple[ResizableState, Sequence[Array], KeptState | None]] | None = None,
+        on_found: Callable[[StampedSlots], None] = lambda _: None,
     ) -> None:
         if len(copies) not in (0, zm.SLOTS):
             raise LocalProtocolError(f"expected {zm.SLOTS} slots for copies, or none, got {len(copies)}")
@@ -270,7 +166,11 @@ class BuddyReplica(RedundancyDriver):
                 place=place, ranks=ranks, known=known, first=own.first, own=held, replicas=replicas
             )
         else:
-            machine = ResizingMirror(place=place, ranks=ranks, known=known, first=own.first)
+            made = 0 if kept is None else kept.slots.made
+            held = held if made else (None, None)
+            machine = ResizingMirror(
+                place=place, ranks=ranks, known=known, first=own.first, own=held, made=made
+            )
         super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
         self._worker = worker
         self._bank = self._banked(own, copies)
@@ -283,6 +183,12 @@ class BuddyReplica(RedundancyDriver):
         """The reports of `_reporting`."""
         self._reporting: list[int] = []
         """The members of the epoch, and then those that wait beside."""
+        self._on_found = on_found
+        self._meeting: CutMeeting | None = None
+        self._orphans: Sequence[FoundState] = ()
+        """What dead ranks have left, and this one reports."""
+        self._predecessors: list[FoundState] | None = None
+        """What the process before this one has left; None until it is looked for."""
         self.busy_ns = 0
         """Total duration of copies, in parallel to the passes."""
         self.waited_ns = 0
@@ -295,7 +201,8 @@ class BuddyReplica(RedundancyDriver):
     def _banked(self, own: ProtectedState, copies: Sequence[Array]) -> Bank:
         register, shared = self._worker.segment.regions.register, (*own.slots, *copies)
         handles = () if self._worker.alone else tuple(register(array) for array in shared)
-        return Bank(list(own.slots), list(copies), handles)
+        release = (lambda: None) if self._kept is None else self._kept.slots.release
+        return Bank(list(own.slots), list(copies), handles, release)
 
     # ---- epochs
 
@@ -319,33 +226,61 @@ class BuddyReplica(RedundancyDriver):
         """See `Redundancy`."""
         assert self._resizing is not None, "a state that is cut for good is met for by those who train"
         self._cancellation = Cancellation()
-        self._enter_cut(everyone, active, hosts_of(everyone.view, active), known)
+        meeting = self._enter_cut(everyone, active, hosts_of(everyone.view, active), known)
+        meeting.serve(_not_sent)
         return self._resizing.chosen
 
-    def _enter_cut(self, group: Group, active: Sequence[int], hosts: tuple[int, ...], known: int) -> None:
-        self._share_holdings(group, active, known)
-        cuts, ranks = tuple(row.of_cut() for row in self._rows), len(active)
+    def _enter_cut(
+        self, group: Group, active: Sequence[int], hosts: tuple[int, ...], known: int
+    ) -> CutMeeting:
+        machine = self._resizing
+        assert machine is not None, "it is recut"
+        known = max(known, self._machine.known)
+        meeting = self._meeting = CutMeeting(
+            group,
+            active,
+            self._row(known),
+            known,
+            lambda _used, living: () if self._kept is None else left_by_dead(self._worker, living, known),
+            left=self._left_here(known),
+            direct=True,
+            whose=self._whose,
+        )
+        self._orphans = meeting.orphans
+        for orphan in self._orphans:
+            self._on_found(orphan)
+        self._reporting = [one.rank for one in meeting.reported if one.left is None]
+        self._rows = [one.row for one in meeting.reported]
         entered = EnteredCut(
-            held=cuts[:ranks],
-            beside=cuts[ranks:],
-            hosts=hosts,
-            place=self._reporting.index(self._worker.rank),
-            epoch=group.epoch,
+            held=meeting.held, beside=meeting.beside, hosts=hosts, place=meeting.place, epoch=group.epoch
         )
         self._perform(self._handle(entered))
+        if self._kept is not None:
+            self._kept.slots.made = machine.cut.made
+        self._meeting = None
+        return meeting
+
+    def _left_here(self, known: int) -> Sequence[FoundState]:
+        """Return what the process before this one has left, found once, and what is left of that."""
+        if self._predecessors is None:
+            self._predecessors = [] if self._kept is None else left_by_predecessor(self._worker, known)
+        return self._predecessors
 
     def _share_holdings(self, group: Group, first: Sequence[int], known: int) -> None:
         """Share what all members of the group hold; they are put in order with `first` before the others."""
+        every = group.blocking.all_gather(self._row(known).encoded()).reshape(group.size, ROW_NUMBERS)
+        rows = dict(zip(group.members, every, strict=True))
+        self._reporting = [*first, *(rank for rank in group.members if rank not in first)]
+        self._rows = [HoldingsRow.decoded(rows[rank], *self._whose(rank)) for rank in self._reporting]
+
+    def _row(self, known: int) -> HoldingsRow:
         row = HoldingsRow(held=self._machine.report(known), handles=self._bank.handles)
         if self._resizing is not None:
             row = replace(row, cut=self._resizing.cut)
             kept, bank = self._resizing.older, self._older
             if kept is not None and bank is not None:
                 row = replace(row, older=HoldingsRow(held=kept.held, handles=bank.handles, cut=kept.cut))
-        every = group.blocking.all_gather(row.encoded()).reshape(group.size, ROW_NUMBERS)
-        rows = dict(zip(group.members, every, strict=True))
-        self._reporting = [*first, *(rank for rank in group.members if rank not in first)]
-        self._rows = [HoldingsRow.decoded(rows[rank], *self._whose(rank)) for rank in self._reporting]
+        return row
 
     def _whose(self, rank: int) -> tuple[int, int]:
         """Slot and incarnation of a member."""
@@ -415,6 +350,16 @@ class BuddyReplica(RedundancyDriver):
             self._kept.note_record()
             if not self.applies_first:
                 self._kept.slots.begin((self._machine.version + 1) % zm.SLOTS)
+            if self._orphans:
+                self._drop_orphans(self._kept.slots.made)
+
+    def _drop_orphans(self, made: int) -> None:
+        """Give back what dead ranks have left: a version is committed in a cut that was made later."""
+        for one in self._orphans:
+            if one.made < made:
+                one.release()
+        self._predecessors = [one for one in self._predecessors or () if one.made >= made]
+        self._orphans = ()
 
     def begin_step(self) -> None:
         """See `Redundancy`. Among replicas the other slot is written before the next vote."""
@@ -451,7 +396,7 @@ class BuddyReplica(RedundancyDriver):
                 self._forget()
         del self._own  # and with it what is no state
         self._bank = Bank((), (), ())
-        own, copies = self._resize()
+        own, copies, self._kept = self._resize()
         self._own, self._bank = own, self._banked(own, copies)
 
     def _forget(self) -> None:
@@ -463,6 +408,7 @@ class BuddyReplica(RedundancyDriver):
     def _release(self, bank: Bank) -> None:
         for handle in bank.handles:
             self._worker.segment.regions.release(handle)
+        bank.release()
 
     def _reshard(self, work: Reshard) -> Resharded:
         faults.hit(RESHARD_POINT)
@@ -470,21 +416,29 @@ class BuddyReplica(RedundancyDriver):
         assert isinstance(own, ResizableState) and self._group is not None
         into, here = own.slots[work.version % SLOTS], self._group.rank
         arena.ready(into)
+        slot, meeting = work.version % SLOTS, self._meeting
+        assert meeting is not None, "it is recut as its ranks meet"
+        if self._kept is not None:
+            self._kept.slots.begin(slot)
         into[:] = 0
-        elements, spans = own.reshard(len(work.sources))
+        wanted = own.reshard(len(work.sources))
+        meeting.read(work.sources, wanted, into, _not_sent)
+        elements, spans = wanted
         for number, (part, start, count, at) in enumerate(spans):
             found, room = work.sources[part], into[at : at + count]
             if found.source.place == here:
                 assert older is not None, "what is read here was kept"
                 room[:] = older.array(found.source)[start : start + count]
-            else:
+            elif not meeting.is_sent(found):
                 self._read(found, elements, start, room)
             if number == len(spans) // 2:
                 faults.hit(RESHARD_MIDDLE_POINT)
         given = [found.source for found in work.sources if found.source.place == here]
         digests = tuple(digest_of(older.array(source)) for source in given if older is not None)
+        digest = digest_of(into)
+        self._stamp(work.version, digest)
         faults.hit(RESHARDED_POINT)
-        return Resharded(digest=digest_of(into), given=digests)
+        return Resharded(digest=digest, given=digests)
 
     def _lend(self, work: Lend) -> Lent:
         banks = [self._older if found.older else self._bank for found in work.sources]

@@ -3,7 +3,7 @@
 There is no buddy: the replacement of a killed rank, on the same host, opens its predecessor's file. All ranks
 may therefore be killed at once, and one copy of the state is enough; but the files of a lost host are lost.
 
-A state that is recut for each number of ranks has new files for each cut (`cut_files`); those of the cut
+A state that is recut for each number of ranks has new files for each cut (`cut_meeting`); those of the cut
 before, and of ranks that have ended, stay until a version is committed in the new one.
 """
 
@@ -30,11 +30,11 @@ from zbmd.training.redundancy.cut_events import (
     Reshard,
     Resharded,
 )
-from zbmd.training.redundancy.cut_files import FileMeeting
+from zbmd.training.redundancy.cut_meeting import CutMeeting, name_of, row_of
 from zbmd.training.redundancy.interface import Digests, RedundancyDriver, ResizableState, SegmentedState
 from zbmd.training.redundancy.resizing import NEVER, ResizingMirror
-from zbmd.training.redundancy.stamped import NO_VERSION, Note, StampedSlots
-from zbmd.training.redundancy.state_file import FoundFile, StateFile, found_in
+from zbmd.training.redundancy.stamped import NO_VERSION, FoundState, Note, StampedSlots
+from zbmd.training.redundancy.state_file import StateFile, found_in
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -78,8 +78,8 @@ class FileRedundancy(RedundancyDriver):
         self._file, self._parted, self._note = file, own, note
         self._resize, self._on_found = resize, on_found
         self._older: OlderFile | None = None
-        self._meeting: FileMeeting | None = None
-        self._orphans: list[FoundFile] = []
+        self._meeting: CutMeeting | None = None
+        self._orphans: list[FoundState] = []
         for slot in range(zm.SLOTS):
             file.drop_damaged(slot, own.parts_in(slot))
         held = (file.version_in(0), file.version_in(1))
@@ -118,13 +118,18 @@ class FileRedundancy(RedundancyDriver):
         self._enter_cut(everyone, active, known).serve(self._slot_of)
         return self._resizing.chosen
 
-    def _enter_cut(self, everyone: Group, active: Sequence[int], known: int) -> FileMeeting:
+    def _enter_cut(self, everyone: Group, active: Sequence[int], known: int) -> CutMeeting:
         machine, older, file = self._resizing, self._older, self._file
         assert machine is not None
         elements = file.name.elements, 0 if older is None else older.file.name.elements
-        made, folder, run = file.made, file.path.parent, file.name.run
-        meeting = self._meeting = FileMeeting(
-            everyone, active, machine.report(known), elements, made, known, lambda: found_in(folder, run)
+        folder, run = file.path.parent, file.name.run
+        meeting = self._meeting = CutMeeting(
+            everyone,
+            active,
+            row_of(machine.report(known), elements),
+            known,
+            lambda used, _living: [one for one in found_in(folder, run) if name_of(one) not in used],
+            made=file.made,
         )
         for orphan in meeting.orphans:
             self._on_found(orphan)
@@ -218,7 +223,7 @@ class FileRedundancy(RedundancyDriver):
         orphans, self._orphans = self._orphans, []
         for one in orphans:  # a version is committed without them
             if one.made < self._file.made:
-                one.path.unlink(missing_ok=True)
+                one.release()
         self._file.begin((self._machine.version + 1) % zm.SLOTS)
 
     def updated(self, done: Any) -> None:

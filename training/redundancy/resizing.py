@@ -94,17 +94,17 @@ def choose_cut(
     versions = {one.held.first for one in held}
     versions |= {version for bank in banks for version in bank.held.own if version is not None}
     versions |= {copy.version for bank in banks for copy in bank.held.copies if copy is not None}
-    cuts = sorted({bank.cut.made for bank in banks} - {NEVER})
+    cuts = sorted({(bank.cut.made, bank.cut.parts) for bank in banks if bank.cut.made != NEVER})
     fewest: tuple[int, ...] | None = None
     for version in sorted((one for one in versions if one >= known), reverse=True):
-        for made in reversed(cuts):
+        for made, _ in reversed(cuts):
             sources = _in_place(held, made, version)
             if sources is not None:
                 return CutChoice(version=version, made=made, sources=sources)
         if all(one.held.first == version for one in held):
             return CutChoice(version=version, made=epoch, sources=nowhere)
-        for made in cuts:
-            parts = _parts_of(everyone, made, version)
+        for made, count in cuts:
+            parts = _parts_of(everyone, made, count, version)
             found = tuple(part for part in parts if part is not None)
             if len(found) == len(parts):
                 return CutChoice(version=version, made=epoch, sources=nowhere, parts=found, old=made)
@@ -135,39 +135,59 @@ def _in_place(held: Sequence[HeldCut], made: int, version: int) -> tuple[Source 
     return tuple(source if isinstance(source, Source) else None for source in found)
 
 
-def _parts_of(held: Sequence[HeldCut], made: int, version: int) -> list[CutSource | None]:
+def _parts_of(held: Sequence[HeldCut], made: int, parts: int, version: int) -> list[CutSource | None]:
     """Return the location of each part of the cut of epoch `made`: originals rather than copies."""
-    slot, parts = version % SLOTS, 0
+    slot = version % SLOTS
     originals, copies = dict[int, CutSource](), dict[int, CutSource]()
     for place, one in enumerate(held):
         for bank in (one, one.older):
-            if bank is None or bank.cut.made != made:
+            if bank is None or (bank.cut.made, bank.cut.parts) != (made, parts):
                 continue
-            parts, older, copy = bank.cut.parts, bank is one.older, bank.held.copies[slot]
+            older, copy = bank is one.older, bank.held.copies[slot]
             if bank.held.own[slot] == version:
                 digest = bank.held.digest if bank.held.known == version else NO_DIGEST
                 source = Source(place=place, slot=slot, digest=digest, own=True)
-                originals[bank.cut.part] = CutSource(source=source, older=older)
+                originals.setdefault(bank.cut.part, CutSource(source=source, older=older))
             if copy is not None and copy.version == version:
                 source = Source(place=place, slot=slot, digest=copy.digest)
-                copies[copy.ward] = CutSource(source=source, older=older)
+                copies.setdefault(copy.ward, CutSource(source=source, older=older))
     return [originals.get(part, copies.get(part)) for part in range(parts)]
+
+
+def number_of_cut(everyone: Sequence[HeldCut], epoch: int) -> int:
+    """Return the number of a cut that is made in `epoch`, above those of all that is reported.
+
+    It is the epoch's own, but for what ranks of a launcher before this one have left.
+    """
+    banks = [bank for one in everyone for bank in (one, one.older) if bank is not None]
+    return max(epoch, 1 + max(bank.cut.made for bank in banks))
 
 
 class ResizingMirror:
     """The machine of one rank whose state is recut for each number of ranks.
 
-    Within an epoch it is `mirror`, the machine of a state that is cut for good. Arguments as of `Mirror`. If
-    the state outlives its ranks, the parts of those that have ended are reported beside the members', and
-    there are no copies.
+    Within an epoch it is `mirror`, the machine of a state that is cut for good. Arguments as of `Mirror`. The
+    parts of ranks that have ended may be reported beside the members', from files or memory that outlive
+    them. If the state `outlives` its ranks for certain, there are no copies. made: the number of the cut of
+    which this rank has found `own`, as its predecessor left it.
     """
 
     def __init__(
-        self, *, place: int, ranks: int, known: int = 0, first: int = 0, outlives: bool = False
+        self,
+        *,
+        place: int,
+        ranks: int,
+        known: int = 0,
+        first: int = 0,
+        own: tuple[int | None, int | None] = (None, None),
+        made: int = NEVER,
+        outlives: bool = False,
     ) -> None:
-        self.mirror = Mirror(place=place, ranks=ranks, known=known, first=first, outlives=outlives)
+        if made == NEVER and own != (None, None):
+            raise LocalProtocolError(f"versions {own} were found, of a cut that was never made")
+        self.mirror = Mirror(place=place, ranks=ranks, known=known, first=first, own=own, outlives=outlives)
         self.outlives = outlives
-        self.cut = Cut(made=NEVER, parts=ranks, part=place)
+        self.cut = Cut(made=made, parts=ranks, part=place)
         self.older: HeldCut | None = None
         """The holdings of the cut before, while they count."""
         self._given: tuple[tuple[int, int], ...] = ()
@@ -212,12 +232,13 @@ class ResizingMirror:
         ranks, mirror, everyone = len(event.held), self.mirror, (*event.held, *event.beside)
         if mirror.state is not State.WAITING:
             raise LocalProtocolError(f"an epoch was entered in state {mirror.state.value}")
-        if len(event.hosts) != ranks or not 0 <= event.place < len(everyone) or event.epoch <= self.cut.made:
+        if len(event.hosts) != ranks or not 0 <= event.place < len(everyone):
             raise LocalProtocolError(f"{ranks} ranks, with hosts {event.hosts}, in epoch {event.epoch}")
         for one in everyone:
-            _require_possible(one, event.epoch)
+            _require_possible(one)
+        number = number_of_cut(everyone, event.epoch)
         cause = LOST_WITH_FILE if self.outlives else LOST_WITH_BUDDY
-        choice = choose_cut(event.held, epoch=event.epoch, beside=event.beside, cause=cause)
+        choice = choose_cut(event.held, epoch=number, beside=event.beside, cause=cause)
         if isinstance(choice, Lost):
             return [*mirror.fail(choice.reason, lost=True)]
         self.chosen, self._at, every = choice.version, event.place, enumerate(choice.parts)
@@ -277,14 +298,16 @@ def nothing_held(known: int) -> HeldCut:
     return HeldCut(held=held, cut=Cut(made=NEVER, parts=1, part=0))
 
 
-def _require_possible(one: HeldCut, epoch: int) -> None:
+def _require_possible(one: HeldCut) -> None:
     """Raise `RemoteProtocolError` for a report that no rank can make."""
+    if one.older is not None and one.older.cut.made >= one.cut.made:
+        raise RemoteProtocolError(f"a rank says that it keeps {one.older.cut} beside an older {one.cut}")
     for bank in (one, one.older):
         if bank is None:
             continue
         cut = bank.cut
-        if not 0 <= cut.part < cut.parts or not NEVER <= cut.made < epoch:
-            raise RemoteProtocolError(f"a rank says that its state is cut as {cut}, in epoch {epoch}")
+        if not 0 <= cut.part < cut.parts or cut.made < NEVER:
+            raise RemoteProtocolError(f"a rank says that its state is cut as {cut}")
         if any(copy is not None and not 0 <= copy.ward < cut.parts for copy in bank.held.copies):
             raise RemoteProtocolError("a rank says that it has a copy of a part that there is not")
 
@@ -300,20 +323,25 @@ def resizing_config(machine: ResizingMirror) -> dict[str, Any]:
         "ranks": mirror.ranks,
         "known": mirror.known,
         "first": mirror.first,
+        "own": list(mirror.own),
+        "made": machine.cut.made,
         "outlives": machine.outlives,
     }
 
 
 def _build(config: Mapping[str, Any]) -> ResizingMirror:
+    first, second = config["own"]
     return ResizingMirror(
         place=config["place"],
         ranks=config["ranks"],
         known=config["known"],
         first=config["first"],
+        own=(first, second),
+        made=config["made"],
         outlives=config["outlives"],
     )
 
 
 RESIZING_MIRROR: MachineKind[Event, Action] = register(
-    "resizing-mirror", 2, _build, events=Event, actions=Action, states=(ResizingMirror, Mirror)
+    "resizing-mirror", 3, _build, events=Event, actions=Action, states=(ResizingMirror, Mirror)
 )

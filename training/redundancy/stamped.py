@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
+import structlog
 import xxhash
 from numpy.typing import NDArray
 
@@ -19,11 +22,15 @@ from zbmd.actors.rank.host_contracts import KEPT_STATE
 from zbmd.actors.rank.member import Worker
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy.machine import SLOTS
-from zbmd.transport.errors import LocalProtocolError
+from zbmd.transport.errors import ArenaFull, LocalProtocolError
+
+log: Final = structlog.stdlib.get_logger("zbmd.redundancy")
 
 MAGIC: Final = b"zbmdstate3\0\0\0\0\0\0"
 STATE_BLOCK: Final = "state"
 """The name of the block that a rank keeps."""
+STATE_BLOCKS: Final = (STATE_BLOCK, *(f"{STATE_BLOCK}-{number}" for number in range(1, 8)))
+"""Of a state that is recut: up to two of one rank and what its predecessors left."""
 NO_VERSION: Final = -1
 NAME: Final = struct.Struct("<16s5Q")  # magic, run, place, ranks, elements of a slot, numbers of a note
 _STAMP: Final = struct.Struct("<qQ")  # version, digest
@@ -96,6 +103,8 @@ class StampedSlots:
             for slot in range(SLOTS)
         ]
         self._memory, self._note = memory, name.note
+        self.release: Callable[[], None] = lambda: None
+        """Gives the memory back, once no array of it is left."""
         if bytes(self.head[: NAME.size]) != name.encoded():
             if self.head.any():
                 for array in (self.head, *self.slots):
@@ -181,6 +190,14 @@ class StampedSlots:
         return _NOTES_AT + number * 8 * (1 + self._note)
 
 
+class FoundState(StampedSlots):
+    """The state of a rank that has ended, to be read."""
+
+    def __init__(self, memory: Any, name: StateName) -> None:
+        super().__init__(memory, name)
+        self.name = name
+
+
 def digest_of(flat: Array) -> int:
     """Return the digest of a slot, or of a copy of one."""
     return xxhash.xxh3_64_intdigest(flat.data)
@@ -194,20 +211,39 @@ def slots_in(memory: memoryview) -> tuple[StateName, StampedSlots] | None:
     return name, StampedSlots(memory, name)
 
 
-def kept_slots(worker: Worker, elements: int, *, note: int) -> StampedSlots | None:
+def kept_slots(
+    worker: Worker, elements: int, *, note: int, part: tuple[int, int] | None = None
+) -> StampedSlots | None:
     """Return slots of so many float32 numbers that outlive this process, or those of the one before it.
 
-    They lie in the arena. None without a launcher that keeps it. note: as in `StateName`.
+    They lie in the arena. None without a launcher that keeps it. note: as in `StateName`; part: of a state
+    that is recut, its number and how many there are. Such slots are given back by `StampedSlots.release`.
     """
     kept = worker.segment.kept
     if kept is None:
         return None
-    ranks = worker.world_size
-    name = StateName(run=worker.job, place=worker.rank, ranks=ranks, elements=elements, note=note)
+    place, ranks = (worker.rank, worker.world_size) if part is None else part
+    name = StateName(run=worker.job, place=place, ranks=ranks, elements=elements, note=note)
     worker.report({"kind": KEPT_STATE, "bytes": name.nbytes})
-    block, _ = kept.block(STATE_BLOCK, name.nbytes)
-    worker.segment.arena.ready(block[: name.head_bytes])
-    return StampedSlots(block, name)
+    block = STATE_BLOCK
+    if part is not None:
+        left = [one for one in STATE_BLOCKS if kept.left(one) == name.nbytes]
+        here = [one for one in left if kept.peek(one, NAME.size) == name.encoded()]
+        block = next(iter(here), "") or next(one for one in STATE_BLOCKS if not kept.has(one))
+    try:
+        memory, _ = kept.block(block, name.nbytes)
+    except ArenaFull:
+        left = [one for one in STATE_BLOCKS if kept.left(one)]
+        if not left:
+            raise
+        log.warning("no room beside the memory of a predecessor, which is given back", blocks=left)
+        for one in left:
+            kept.release(one)
+        memory, _ = kept.block(block, name.nbytes)
+    worker.segment.arena.ready(memory[: name.head_bytes])
+    found = StampedSlots(memory, name)
+    found.release = partial(kept.release, block)
+    return found
 
 
 def _stamp_at(slot: int) -> int:

@@ -29,7 +29,15 @@ from zbmd.training.optim import (
     whole_parameters,
 )
 from zbmd.training.optim.elementwise import AdamWState, Shard, StateArray, slot_blocks
-from zbmd.training.redundancy.stamped import NAME, NO_NOTE, NOTE_NUMBERS, Note, StampedSlots, StateName
+from zbmd.training.redundancy.stamped import (
+    NAME,
+    NO_NOTE,
+    NOTE_NUMBERS,
+    FoundState,
+    Note,
+    StampedSlots,
+    StateName,
+)
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import counted
 from zbmd.transport.memory.memfd import in_words
@@ -280,12 +288,13 @@ class StateFile(StampedSlots):
             other.path.unlink(missing_ok=True)
 
 
-class FoundFile(StampedSlots):
+class FoundFile(FoundState):
     """A state file of any rank of a run, to be read. Slots are read-only."""
 
     def __init__(self, path: Path, memory: mmap.mmap, name: StateName) -> None:
-        self.path, self.name = path, name
+        self.path = path
         super().__init__(memory, name)
+        self.release = lambda: path.unlink(missing_ok=True)
 
 
 def found_in(folder: Path, run: int) -> list[FoundFile]:

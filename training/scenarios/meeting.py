@@ -62,13 +62,13 @@ class MeetingProcess(GroupedProcess):
         banks = self.world.banks.get(self.member, ())
         every = yield from self._together("meet", Met(report, banks), meeting=True)
         told = [one for one in every if isinstance(one, Met)]
-        if self.world.options.files and self.world.options.resizes:
+        if self.world.options.leaves:
             told += yield from self._report_orphans(told)
         self.met = tuple(one.banks for one in told)
         return [one.held for one in told]
 
     def _report_orphans(self, told: Sequence[Met]) -> Generator[bool, None, list[Met]]:
-        """Report the files of dead ranks, on each host once; return those of all hosts. See `FileMeeting`."""
+        """Report what dead ranks left, on each host once; return that of all hosts. See `CutMeeting`."""
         world, everyone = self.world, self._everyone
         having = [member for member, one in zip(everyone, told, strict=True) if one.banks]
         here = [member for member in having if self._host(member) == self._host(self.member)]
@@ -97,6 +97,8 @@ class MeetingProcess(GroupedProcess):
 
     def _remove_orphans(self) -> None:
         """Delete files of dead ranks that nobody needs: a version is committed without them."""
+        if not self.world.options.files:
+            return  # memory of the dead is there until the end of the job
         made = self.world.banks[self.member][0].made if self.orphans else 0
         self.world.remove(self.member, [bank for bank in self.orphans if bank.made < made])
         self.orphans = ()

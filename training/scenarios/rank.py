@@ -325,7 +325,7 @@ class RankProcess(MeetingProcess):
             if self._is_cut() and self.rng.random() < CUT_SHARE:
                 raise Cut
         self.cells.assemble(sources, work.version)
-        if world.options.files:
+        if world.options.leaves:
             self._stamp(work.version)
         world.unverified = world.unverified or bool(world.corrupted)
         world.ways.add("reshards")

@@ -93,6 +93,11 @@ class CommitOptions(JobOptions):
         mesh = self.of_mesh(self.world_size)
         return self.world_size > 1 and mesh.has_replicas(self.per_host or self.world_size)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether ranks that have ended leave a state that is recut, in files or in memory."""
+        return self.resizes and (self.files or self.kept)
+
     def fits(self, ranks: Sequence[int]) -> bool:
         """Whether the job can train with these ranks, fewer than all."""
         return self.shrink and (self.replicas or self.resizes) and bool(self.active(ranks))
@@ -431,9 +436,9 @@ class CommitWorld:
     def divide(self, member: MemberId, made: int, parts: int, part: int, kept: Sequence[Bank] = ()) -> Cells:
         """Open cells for a part of a state, beside those that are kept."""
         cells = self.cells[member] = self.contents.open(member, part_key(parts, part))
-        bank = Bank(made, parts, cells, part, RankFile(cells) if self.options.files else None)
+        bank = Bank(made, parts, cells, part, RankFile(cells) if self.options.leaves else None)
         self.banks[member] = (bank, *kept)
-        if self.options.files:
+        if self.options.leaves:
             self.folder(member).append(bank)
         return cells
 
@@ -450,7 +455,7 @@ class CommitWorld:
         now, *older = self.banks[member]
         cut = replace(now, made=made)
         self.banks[member] = (cut, *older)
-        if self.options.files:
+        if self.options.leaves:
             folder = self.folder(member)
             folder[folder.index(now)] = cut
 
@@ -461,7 +466,7 @@ class CommitWorld:
         self.remove(member, older)
 
     def folder(self, member: MemberId) -> list[Bank]:
-        """Return the files of a host that are of a state that is recut."""
+        """Return what is on a host of a state that is recut and outlives its rank."""
         return self.folders.setdefault(self.options.host(member.rank), [])
 
     def remove(self, member: MemberId, banks: Sequence[Bank]) -> None:
@@ -524,11 +529,13 @@ class CommitWorld:
 
     def _check_cuts_lost(self, known: int, members: Sequence[MemberId]) -> None:
         banks = [bank for member in members for bank in self.banks.get(member, ())]
-        if self.options.files:
+        held = [(bank, {bank.cells.digest(cell) for cell in range(CELLS)}) for bank in banks]
+        if self.options.leaves:
             hosts = {self.options.host(member.rank) for member in members if member in self.banks}
-            banks = [bank for host in hosts for bank in self.folders.get(host, ())]
-        for made, parts in {(bank.made, bank.parts) for bank in banks}:
-            there = {found for bank in banks if bank.made == made for found in bank.whole}
+            left = [bank for host in hosts for bank in self.folders.get(host, ())]
+            held = [(bank, set(bank.whole)) for bank in left] + ([] if self.options.files else held)
+        for made, parts in {(bank.made, bank.parts) for bank, _ in held}:
+            there = {found for bank, all_of in held if bank.made == made for found in all_of}
             for version in range(known, self.options.last + 1):
                 wanted = {self.contents.digest_of(part_key(parts, part), version) for part in range(parts)}
                 assert not wanted <= there, f"version {version} is said to be lost, and all of it is here"

@@ -197,7 +197,7 @@ class EngineTask(Task[TrainResult]):
                 stages=self._stages,
                 keep_previous=True,
                 offload=offload,
-                keep=(lambda _: None) if self.resizes else self._kept_slots,
+                keep=self._kept_part(groups.world) if self.resizes else self._kept_slots,
                 shrinks=self._shrinks,
                 rings=self._rings,
             )
@@ -249,6 +249,11 @@ class EngineTask(Task[TrainResult]):
 
     def _kept_slots(self, elements: int) -> StampedSlots | None:
         return kept_slots(self._worker, elements, note=note_numbers(self.row))
+
+    def _kept_part(self, world: Group) -> Callable[[int], StampedSlots | None]:
+        """Return a maker of memory for this rank's part of a state that is recut."""
+        part, note = (world.members.index(self._worker.rank), world.size), note_numbers(self.row)
+        return lambda elements: kept_slots(self._worker, elements, note=note, part=part)
 
     def actors(self, trainer: Trainer) -> ModelActors | None:
         """See `Task`."""

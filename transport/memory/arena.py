@@ -242,6 +242,12 @@ class Arena:
         with self._lock:
             self._allocator.claim(offset, nbytes)
 
+    def taken(self, offset: int, nbytes: int) -> NDArray[Any]:
+        """Return an array over what `claim` gave, (nbytes,) uint8; they are given back with it."""
+        array = np.ndarray(nbytes, np.uint8, buffer=self._mapping.view(offset, nbytes, writable=True))
+        weakref.finalize(array, self._returned.append, offset).atexit = False
+        return array
+
     def unreserve(self, offset: int) -> None:
         """Give back what `reserve` gave. Raises `LocalProtocolError` if nothing begins there."""
         with self._lock:

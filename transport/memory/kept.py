@@ -34,6 +34,8 @@ LOCK_LOOK_MS: Final = 5
 NAME_BYTES: Final = 48
 _ENTRY: Final = struct.Struct(f"<{NAME_BYTES}s2Q")  # name, offset from the table, bytes
 ENTRIES: Final = TABLE_BYTES // _ENTRY.size
+_GIVEN_BACK: Final = 1
+"""The first byte of an entry whose block was given back."""
 
 
 def take_kept_fd(environment: MutableMapping[str, str], *, wanted: bool) -> int | None:
@@ -97,7 +99,8 @@ def blocks_in(table: memoryview) -> Iterator[tuple[bytes, int, int]]:
         name, begin, nbytes = _ENTRY.unpack_from(table, number * _ENTRY.size)
         if name[:1] == b"\0":
             return
-        yield name.rstrip(b"\0"), begin, nbytes
+        if name[0] != _GIVEN_BACK:
+            yield name.rstrip(b"\0"), begin, nbytes
 
 
 def file_of(fd: int) -> tuple[int, int]:
@@ -139,70 +142,107 @@ class KeptBlocks:
         self._table = memory.view(offset, TABLE_BYTES, writable=True)
         self._claimed: dict[bytes, tuple[int, int]] = {}
         """Offset and bytes of what a predecessor has left, and nobody has asked for yet."""
-        self._made: list[NDArray[Any]] = []
-        """Held, so that their memory is never given to others."""
+        self._made: dict[bytes, NDArray[Any]] = {}
+        """Held, so that their memory is not given to others before `release`."""
         self._entries = 0
-        for name, begin, nbytes in list(self._listed()):
-            try:
-                if name in self._claimed or not nbytes:
-                    break
-                arena.claim(begin, nbytes)
-            except (ArenaFull, LocalProtocolError):
-                break  # a table that is damaged; what follows is no better
-            self._claimed[name] = begin, nbytes
-            self._entries += 1
+        for number in range(ENTRIES):
+            raw, begin, nbytes = _ENTRY.unpack_from(self._table, number * _ENTRY.size)
+            name = raw.rstrip(b"\0")
+            if not name or (name[0] != _GIVEN_BACK and not self._claim(name, offset + begin, nbytes)):
+                break  # the end, or a table that is damaged; what follows is no better
+            self._entries = number + 1
         self._table[self._entries * _ENTRY.size :] = bytes(TABLE_BYTES - self._entries * _ENTRY.size)
 
-    def _listed(self) -> Iterator[tuple[bytes, int, int]]:
-        for name, begin, nbytes in blocks_in(self._table):
-            yield name, self._base + begin, nbytes
+    def _claim(self, name: bytes, begin: int, nbytes: int) -> bool:
+        if name in self._claimed or not nbytes:
+            return False
+        try:
+            self._arena.claim(begin, nbytes)
+        except (ArenaFull, LocalProtocolError):
+            return False
+        self._claimed[name] = begin, nbytes
+        return True
+
+    def _entry(self, key: bytes) -> int | None:
+        """Return the number of the entry that lists a block."""
+        for number in range(self._entries):
+            raw = bytes(self._table[number * _ENTRY.size :][:NAME_BYTES])
+            if raw.rstrip(b"\0") == key:
+                return number
+        return None
+
+    def has(self, name: str) -> bool:
+        """Whether a block of this name is in use, or was left by a predecessor."""
+        return self._entry(name.encode()) is not None
+
+    def left(self, name: str) -> int:
+        """Return the bytes of the block that a predecessor has left under this name; 0 if it has none."""
+        return self._claimed.get(name.encode(), (0, 0))[1]
+
+    def peek(self, name: str, nbytes: int) -> bytes:
+        """Return the first bytes of what a predecessor has left."""
+        begin, size = self._claimed[name.encode()]
+        return bytes(self._memory.view(begin, min(nbytes, size)))
+
+    def release(self, name: str) -> None:
+        """Give a block back: its memory is free once its array and all views of it are gone. Idempotent."""
+        key = name.encode()
+        begin, found = self._claimed.pop(key, (0, 0))
+        if found:
+            self._arena.unreserve(begin)
+        if found or self._made.pop(key, None) is not None:
+            self._strike(key)
 
     def block(self, name: str, nbytes: int) -> tuple[NDArray[Any], bool]:
         """Return the block of this name, (nbytes,) uint8, and whether it is a predecessor's.
 
-        A new one is zero, and its pages may not exist yet: see `Arena.ready`. It is there until the end of
-        the process. Raises `ArenaFull`, and `LocalProtocolError` for a name that is asked for twice or
-        is too long.
+        A new one is zero, and its pages may not exist yet: see `Arena.ready`. It is there until `release`, or
+        the end of the process. Raises `ArenaFull`, and `LocalProtocolError` for a name that is asked for
+        twice or is too long.
         """
         key = name.encode()
         if not 0 < len(key) <= NAME_BYTES or b"\0" in key:
             raise LocalProtocolError(f"{name!r} is no name of a block: 1 to {NAME_BYTES} bytes")
         begin, found = self._claimed.pop(key, (0, 0))
         if found == nbytes > 0:
-            return self._array(begin, nbytes), True
-        if any(listed == key for listed, _, _ in self._listed()):
-            if not found:
-                raise LocalProtocolError(f"the block {name!r} is in use already")
+            self._made[key] = self._arena.taken(begin, nbytes)
+            return self._made[key], True
+        if found:
             self._arena.unreserve(begin)
             self._strike(key)
-        if self._entries == ENTRIES:
+        elif self._entry(key) is not None:
+            raise LocalProtocolError(f"the block {name!r} is in use already")
+        number = self._free_entry()
+        if number is None:
             raise ArenaFull(
                 f"{ENTRIES} blocks are kept, as many as there can be", asked_bytes=nbytes, available_bytes=0
             )
         made = self._arena.lazy_zeros(nbytes, np.uint8)
         offset = self._arena.offset_of(made)
         assert offset is not None, "it lies in the arena"
-        self._made.append(made)
-        self._list(key, offset, nbytes)
+        self._made[key] = made
+        self._list(number, key, offset, nbytes)
         return made, False
 
-    def _array(self, begin: int, nbytes: int) -> NDArray[Any]:
-        return np.ndarray(nbytes, np.uint8, buffer=self._memory.view(begin, nbytes, writable=True))
+    def _free_entry(self) -> int | None:
+        for number in range(self._entries):
+            if self._table[number * _ENTRY.size] == _GIVEN_BACK:
+                return number
+        return self._entries if self._entries < ENTRIES else None
 
-    def _list(self, key: bytes, begin: int, nbytes: int) -> None:
+    def _list(self, number: int, key: bytes, begin: int, nbytes: int) -> None:
         entry = _ENTRY.pack(key, begin - self._base, nbytes)
-        at = self._entries * _ENTRY.size
-        # The name last: whoever is killed before has listed nothing.
-        self._table[at + NAME_BYTES : at + _ENTRY.size] = entry[NAME_BYTES:]
-        self._table[at : at + NAME_BYTES] = entry[:NAME_BYTES]
-        self._entries += 1
+        at = number * _ENTRY.size
+        # The name last, and its first byte last of it: whoever is killed before has listed nothing.
+        self._table[at + 1 : at + _ENTRY.size] = entry[1:]
+        self._table[at : at + 1] = entry[:1]
+        self._entries = max(self._entries, number + 1)
 
     def _strike(self, key: bytes) -> None:
-        left = [entry for entry in self._listed() if entry[0] != key]
-        self._table[:] = bytes(TABLE_BYTES)
-        self._entries = 0
-        for entry in left:
-            self._list(*entry)
+        """Take a block out of the table by one byte: whoever is killed has listed all others."""
+        number = self._entry(key)
+        assert number is not None, "it is listed"
+        self._table[number * _ENTRY.size] = _GIVEN_BACK
 
 
 assert TABLE_BYTES % ALIGNMENT == 0

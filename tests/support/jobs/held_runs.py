@@ -65,8 +65,8 @@ def kill_all(running: Running) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def kill_all_when_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> HolderAddress:
-    """Kill a run as a whole in `step` or later, after its state is held; return the process that has it."""
+def until_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> int:
+    """Read steps from `step` until the state of so many ranks is held; return the last one."""
 
     def is_held() -> bool:
         for holder in holders_of(run):
@@ -81,6 +81,12 @@ def kill_all_when_held(running: Running, ranks: int, run: Path, *, step: int = 1
         running.until(rf"^step {step} loss")
         step += 1
     running.until(rf"^step {step} loss")
+    return step
+
+
+def kill_all_when_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> HolderAddress:
+    """Kill a run as a whole in `step` or later, after its state is held; return the process that has it."""
+    until_held(running, ranks, run, step=step)
     kill_all(running)
     assert running.end() == -signal.SIGKILL
     (holder,) = holders_of(run)

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.training.redundancy import machine as zm
-from zbmd.training.redundancy.buddy import HoldingsRow
 from zbmd.training.redundancy.cut_events import (
     Cut,
     Divide,
@@ -23,6 +23,8 @@ from zbmd.training.redundancy.cut_events import (
     Resharded,
 )
 from zbmd.training.redundancy.holdings import Copy, Held, Source
+from zbmd.training.redundancy.holdings_row import HoldingsRow
+from zbmd.training.redundancy.left_memory import LeftMemory
 from zbmd.training.redundancy.resizing import (
     RESIZING_MIRROR,
     Action,
@@ -32,6 +34,7 @@ from zbmd.training.redundancy.resizing import (
     choose_cut,
     resizing_config,
 )
+from zbmd.training.redundancy.stamped import StampedSlots, StateName, digest_of
 from zbmd.training.scenarios.commit import build
 from zbmd.training.scenarios.world import CommitOptions, CommitWorld
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
@@ -54,6 +57,7 @@ def sharded(
     first: int = 0,
     mesh: str = "",
     files: bool = False,
+    kept: bool = False,
 ) -> CommitOptions:
     return CommitOptions(
         world_size=ranks,
@@ -65,6 +69,7 @@ def sharded(
         first=first,
         mesh=mesh,
         files=files,
+        kept=kept,
     )
 
 
@@ -90,22 +95,21 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "late", "files", "seed"),
+    ("ranks", "mesh", "late", "left", "seed"),
     [
-        (2, "", False, False, 19),
-        (3, "", False, False, 26),
-        (4, "", True, False, 7),
-        (4, "dp=2,tp=2", False, False, 11),
-        (4, "pp=2,dp=2", True, False, 5),
-        (6, "dp=3,pp=2", True, False, 3),
-        (3, "", False, True, 26),
-        (4, "dp=2,tp=2", False, True, 11),
+        (2, "", False, "", 19),
+        (3, "", False, "kept", 26),
+        (4, "", True, "", 7),
+        (4, "dp=2,tp=2", False, "", 11),
+        (4, "pp=2,dp=2", True, "kept", 5),
+        (6, "dp=3,pp=2", True, "", 3),
+        (3, "", False, "files", 26),
+        (4, "dp=2,tp=2", False, "files", 11),
     ],
 )
-def test_a_kill_at_any_moment_loses_nothing(
-    ranks: int, mesh: str, late: bool, files: bool, seed: int
-) -> None:
-    options, ways = sharded(ranks, 2, late=late, mesh=mesh, files=files), Counter[str]()
+def test_a_kill_at_any_moment_loses_nothing(ranks: int, mesh: str, late: bool, left: str, seed: int) -> None:
+    files, kept = left == "files", left == "kept"
+    options, ways = sharded(ranks, 2, late=late, mesh=mesh, files=files, kept=kept), Counter[str]()
     calm, _ = build(seed, options)
     calm.run()
     points = calm.kill_faults([f"rank{rank}" for rank in range(ranks)])
@@ -150,7 +154,7 @@ MESHES = [*((ranks, "") for ranks in range(1, 6)), (4, "dp=2,tp=2"), (4, "pp=2,d
     per_host=st.integers(0, 5),
     first=st.integers(0, 2),
     late=st.booleans(),
-    files=st.booleans(),
+    left=st.sampled_from(["", "files", "kept"]),
     kills=KILLS,
 )
 def test_any_kills_lose_only_what_is_nowhere_left(
@@ -159,19 +163,22 @@ def test_any_kills_lose_only_what_is_nowhere_left(
     per_host: int,
     first: int,
     late: bool,
-    files: bool,
+    left: str,
     kills: list[tuple[int, int]],
 ) -> None:
     ranks, mesh = size
-    options = sharded(ranks, 4, late=late, per_host=per_host, first=first, mesh=mesh, files=files)
+    files, kept = left == "files", left == "kept"
+    options = sharded(ranks, 4, late=late, per_host=per_host, first=first, mesh=mesh, files=files, kept=kept)
     faults = [Crash(process=f"rank{rank % ranks}", at_ns=at_ns, for_ns=0) for at_ns, rank in sorted(kills)]
     world = run(seed, options, faults)
     assert world.is_over or set(world.ended.values()) == {options.last}
 
 
-def second_kills(machine: type[ResizingMirror], *, files: bool = False) -> Counter[tuple[str, bool]]:
+def second_kills(
+    machine: type[ResizingMirror], *, files: bool = False, kept: bool = False
+) -> Counter[tuple[str, bool]]:
     """Rank 0 is killed, then another at every later point: count them, and the losses."""
-    seed, options = 29, sharded(4, 3, files=files)
+    seed, options = 29, sharded(4, 3, files=files, kept=kept)
     calm, _ = build(seed, options)
     calm.run()
     ours = [point for point in calm.kill_points() if point.process == "rank0"]
@@ -195,8 +202,10 @@ def test_another_rank_may_be_lost_while_the_state_is_recut() -> None:
     assert ended["rank1", False] > 50 and ended["rank3", False] > 50
 
 
-def test_files_outlive_any_two_ranks_while_the_state_is_recut() -> None:
-    ended = second_kills(ResizingMirror, files=True)
+@pytest.mark.parametrize("left", ["files", "kept"])
+def test_what_is_left_outlives_any_two_ranks_while_the_state_is_recut(left: str) -> None:
+    """In files, or in memory that a snapshot process holds: also of a rank and its buddy."""
+    ended = second_kills(ResizingMirror, files=left == "files", kept=left == "kept")
     assert not any(lost for _, lost in ended) and ended.total() > 200
 
 
@@ -370,7 +379,6 @@ def entered(mirror: ResizingMirror, other: HeldCut) -> EnteredCut:
 @pytest.mark.parametrize(
     "wrong",
     [
-        held(4, 2, 1),
         held(0, 2, 2),
         held(0, 2, 1, copies=(Copy(ward=2, version=0, digest=1),)),
         replace(held(1, 2, 1), older=held(9, 2, 1)),
@@ -402,3 +410,39 @@ def test_what_a_rank_says_of_both_cuts_comes_as_it_was_said(places: list[int], p
     said = HoldingsRow(held=now.held, handles=handles[:4], cut=now.cut, older=kept)
     decoded = HoldingsRow.decoded(said.encoded(), 3, 2)
     assert decoded == said and decoded.of_cut() == replace(now, older=older)
+
+
+def test_a_rank_goes_on_in_the_part_that_its_predecessor_left() -> None:
+    """Epochs of a new launcher begin at one: the cut before has a higher number, the next one a higher."""
+    found = ResizingMirror(place=0, ranks=2, known=4, own=(4, 3), made=7)
+    other = held(7, 2, 1, 4, 3, known=4)
+    (resumed,) = found.handle(entered(found, other), now_ns=0)
+    assert resumed == zm.Resume(version=4) and found.cut == Cut(made=7, parts=2, part=0)
+
+    alone = ResizingMirror(place=0, ranks=1, known=4)
+    event = EnteredCut(
+        held=(alone.report(0),),
+        hosts=(0,),
+        place=0,
+        epoch=1,
+        beside=(held(7, 2, 1, 4, 3), held(7, 2, 0, 4)),
+    )
+    (reshard,) = alone.handle(event, now_ns=0)
+    assert isinstance(reshard, Reshard) and reshard.version == 4
+    assert [one.source.place for one in reshard.sources] == [2, 1], "what the dead left is reported beside"
+    assert alone.cut == Cut(made=8, parts=1, part=0)
+    with pytest.raises(LocalProtocolError, match="never made"):
+        ResizingMirror(place=0, ranks=1, own=(4, None))
+
+
+def test_memory_of_the_dead_counts_only_if_its_digest_is_right() -> None:
+    name = StateName(run=1, place=0, ranks=2, elements=100)
+    memory = np.zeros(name.nbytes, np.uint8)
+    slots = StampedSlots(memory, name)
+    for version in (4, 5):
+        slots.slots[version % 2][:] = version
+        slots.end(version % 2, version, digest_of(slots.slots[version % 2]))
+    assert [LeftMemory(memory, name, 4).version_in(slot) for slot in (0, 1)] == [4, 5]
+    assert [LeftMemory(memory, name, 5).version_in(slot) for slot in (0, 1)] == [None, 5]
+    slots.slots[1][7] = 0
+    assert [LeftMemory(memory, name, 4).version_in(slot) for slot in (0, 1)] == [4, None]

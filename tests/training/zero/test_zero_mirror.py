@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbmd.training.redundancy import machine as zm
-from zbmd.training.redundancy.buddy import ROW_NUMBERS, HoldingsRow
+from zbmd.training.redundancy.holdings_row import ROW_NUMBERS, HoldingsRow
 from zbmd.training.redundancy.machine import MIRROR, mirror_config
 from zbmd.training.scenarios.commit import build
 from zbmd.training.scenarios.world import CELLS, CommitOptions, CommitWorld

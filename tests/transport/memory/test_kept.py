@@ -74,6 +74,42 @@ def test_a_replacement_finds_blocks_where_they_were(memory: int) -> None:
     assert block_of(memory, "second") is None, "a damaged table has no blocks"
 
 
+def test_a_block_that_is_given_back_is_listed_no_more_and_others_are(memory: int) -> None:
+    """Its place in the table, and its memory once no array of it is left, are another block's then."""
+    ours = incarnation_of(memory, 1)
+    assert ours.kept is not None
+    first, _ = ours.kept.block("first", BLOCK_BYTES)
+    second, _ = ours.kept.block("second", BLOCK_BYTES)
+    second[:] = 7
+    used = ours.arena.used_bytes
+    ours.kept.release("first")
+    assert block_of(memory, "first") is None and block_of(memory, "second") is not None
+    assert ours.arena.used_bytes == used, "an array of it is still there"
+    del first
+    assert ours.arena.used_bytes < used
+    third, is_old = ours.kept.block("third", 2 * BLOCK_BYTES)
+    assert not is_old and not third.any()
+    ours.kept.release("none")
+    ours.arena.check_invariants()
+    del second, third
+    ours.close()
+
+    later = incarnation_of(memory, 2)
+    assert later.kept is not None and not later.kept.has("first")
+    assert (later.kept.left("second"), later.kept.left("third")) == (BLOCK_BYTES, 2 * BLOCK_BYTES)
+    assert later.kept.peek("second", 4) == bytes([7] * 4)
+    used = later.arena.used_bytes
+    later.kept.release("third")  # what a predecessor left, and nobody took
+    taken, is_old = later.kept.block("second", BLOCK_BYTES)
+    assert is_old and (taken == 7).all()
+    later.kept.release("second")
+    del taken
+    assert later.arena.used_bytes <= used - 3 * BLOCK_BYTES
+    assert block_of(memory, "second") is None and block_of(memory, "third") is None
+    later.arena.check_invariants()
+    later.close()
+
+
 def test_peers_map_both_files(memory: int) -> None:
     ours = incarnation_of(memory, 4)
     array = ours.arena.from_array(np.arange(1000))

@@ -22,13 +22,13 @@ from zbmd.training.redundancy.buddy import (
     RESTORE_MIDDLE_POINT,
     RESTORE_POINT,
     RESTORED_POINT,
-    VERSION_MAX,
     BuddyReplica,
 )
 from zbmd.training.redundancy.coded.field import flat, parity_matrix, rebuilding_matrix
 from zbmd.training.redundancy.coded.machine import Code, CodedHeld, CodedMirror, EnteredCoded, Rebuild
 from zbmd.training.redundancy.failures import Cancellation
 from zbmd.training.redundancy.holdings import SLOTS, Copy, Held
+from zbmd.training.redundancy.holdings_row import VERSION_MAX
 from zbmd.training.redundancy.pull import pull
 from zbmd.training.redundancy.stamped import digest_of
 from zbmd.transport import kill_points as faults

@@ -1,0 +1,124 @@
+"""What ranks that have ended left in memory of a state that is recut: the own predecessor, and other dead.
+
+A rank's own predecessor has left it in the arena that this rank has now. The memory of others, which are not
+replaced, is held by the snapshot process of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from functools import partial
+from typing import Any, Final
+
+import structlog
+
+from zbmd.actors.rank.member import Worker
+from zbmd.actors.snapshots.client import HolderLine, find_holders
+from zbmd.actors.snapshots.messages import Look, Refused
+from zbmd.training.redundancy.holdings import SLOTS
+from zbmd.training.redundancy.stamped import (
+    NAME,
+    STATE_BLOCKS,
+    FoundState,
+    StateName,
+    digest_of,
+)
+from zbmd.transport.errors import PeerLost, RemoteProtocolError
+from zbmd.transport.memory.kept import block_of, exclusively
+
+DEAD_ENDING_MS_MAX: Final = 5_000
+"""Within that the kernel ends a rank that is known to be dead, on a busy machine, too."""
+
+log: Final = structlog.stdlib.get_logger("zbmd.redundancy")
+
+
+class LeftMemory(FoundState):
+    """The slots that a rank has left, of which those count whose digests are right, from version `known`."""
+
+    def __init__(self, memory: Any, name: StateName, known: int) -> None:
+        super().__init__(memory, name)
+        self._versions = [self._verified(slot, known) for slot in range(SLOTS)]
+
+    def _verified(self, slot: int, known: int) -> int | None:
+        version = super().version_in(slot)
+        if version is None or version < known:
+            return None
+        found, stamped = digest_of(self.slots[slot]), self.digest_in(slot)
+        if found != stamped:
+            damage_logged(version, found, stamped)
+            return None
+        return version
+
+    def version_in(self, slot: int) -> int | None:
+        """See `StampedSlots`."""
+        return self._versions[slot]
+
+
+def damage_logged(version: int, found: int, stamped: int) -> None:
+    """Name a version in memory that is not what its stamp says."""
+    log.warning(
+        "the state in memory is damaged, and is not used",
+        version=version,
+        digest=f"{found:016x}",
+        expected=f"{stamped:016x}",
+    )
+
+
+def left_by_predecessor(worker: Worker, known: int) -> list[FoundState]:
+    """Return what the process before this one has left in its arena, and this one has not taken over."""
+    kept, found = worker.segment.kept, list[FoundState]()
+    for block in () if kept is None else STATE_BLOCKS:
+        assert kept is not None
+        nbytes = kept.left(block)
+        if not nbytes:
+            continue
+        name = StateName.decoded(kept.peek(block, NAME.size))
+        if name is None or name.run != worker.job or name.nbytes != nbytes:
+            kept.release(block)  # of no use
+            continue
+        memory, _ = kept.block(block, nbytes)
+        worker.segment.arena.ready(memory)
+        left = LeftMemory(memory, name, known)
+        left.release = partial(kept.release, block)
+        found.append(left)
+    return [one for one in found if one.made]
+
+
+def left_by_dead(worker: Worker, living: Collection[int], known: int) -> list[FoundState]:
+    """Return what ranks that are not `living` have left on this host, if a process there holds it.
+
+    That of a process that is still ending is waited for.
+    """
+    found = list[FoundState]()
+    for address in find_holders():
+        with contextlib.suppress(PeerLost, RemoteProtocolError, OSError):
+            line = HolderLine(address.name)
+            try:
+                held = line.snapshots(Look())
+            finally:
+                line.close()
+            if isinstance(held, Refused):
+                continue
+            with contextlib.closing(held):
+                for rank, memory in sorted(held.memory.items()):
+                    if rank not in living:
+                        found += _left_in(memory, worker.job, known)
+    return found
+
+
+def _left_in(memory: int, job: int, known: int) -> list[FoundState]:
+    found = list[FoundState]()
+    with exclusively(os.dup(memory), wait_ms=DEAD_ENDING_MS_MAX) as ended:
+        if ended is None:
+            return found
+        try:
+            for block in STATE_BLOCKS:
+                view = block_of(ended, block)
+                name = None if view is None else StateName.decoded(bytes(view[: NAME.size]))
+                if view is not None and name is not None and name.run == job and name.nbytes == len(view):
+                    found.append(LeftMemory(view, name, known))
+        finally:
+            os.close(ended)
+    return [one for one in found if one.made]

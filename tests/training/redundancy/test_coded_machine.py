@@ -48,6 +48,10 @@ class Rank:
         self.slots = [np.zeros(NBYTES, np.uint8) for _ in "01"]
         self.parities = [np.zeros(made.room, np.uint8) for _ in "01"]
 
+    def report(self, known: int) -> CodedHeld:
+        first, second = self.parities
+        return self.machine.coded_report(known, (digest(first), digest(second)))
+
     def put(self, event: object) -> list[object]:
         """Put an event; a second machine that is restored from the state of the first one answers alike."""
         if self.machine.place:
@@ -80,7 +84,7 @@ class Job:
 
     def enter(self) -> bool:
         """A new epoch; whether all go on."""
-        reports = tuple(rank.machine.coded_report(self.committed) for rank in self.ranks)  # as logged
+        reports = tuple(rank.report(self.committed) for rank in self.ranks)  # as logged
         every = [rank.put(EnteredCoded(held=reports, domains=self.domains)) for rank in self.ranks]
         if isinstance(every[0][0], zm.Fail):
             assert all(isinstance(actions[0], zm.Fail) for actions in every), "all say the same"
@@ -154,11 +158,14 @@ class Job:
                         if rank.needs:  # type: ignore[attr-defined]
                             rank.parities[slot][:] = 0xEE  # torn, should it be killed now
                             self.encode(rank, version)
-                            rank.put(zm.Copied(digest=digest(rank.slots[slot])))
+                            rank.put(zm.Copied(digest=digest(rank.parities[slot])))
                     case "vote":
                         self.weak.clear()
                         own = [digest(one.slots[slot]) for one in self.ranks]
-                        votes = tuple((one, one) for one in own)
+                        copies = [one.machine.copies[slot] for one in self.ranks]
+                        votes = tuple(
+                            (one, copy.digest) for one, copy in zip(own, copies, strict=True) if copy
+                        )
                         (commit,) = rank.put(zm.Voted(votes=votes))
                         assert isinstance(commit, zm.Commit) and commit.version == version
                         self.committed = version
@@ -250,9 +257,29 @@ def test_a_rebuilt_shard_with_another_digest_ends_the_run() -> None:
     assert isinstance(failed, zm.Fail) and "memory or a link has erred" in failed.reason
 
 
+def test_parities_that_are_not_what_was_voted_for_are_not_used_and_encoded_again() -> None:
+    """A lost rank, and parities of another one whose memory has erred, are two of the two that may be."""
+    made = Code(data=4, parity=2, nbytes=NBYTES, room=NBYTES)
+    for damaged in range(1, 6):
+        job = Job(6, made, random.Random(1))
+        job.enter()
+        assert job.step(1000) and not job.step(18), "all have voted for version 1"
+        job.kill((0,), moved=False)
+        job.ranks[damaged].parities[1][3] ^= 1
+        assert job.enter()
+        machine = job.ranks[damaged].machine
+        assert machine.version == 1 and machine.copies[1] is None
+        assert sum(rank.machine.copies[1] is None for rank in job.ranks) == 2
+        assert job.step(1000) and machine.copies[1] is not None
+    job.kill((0, 1, 2), moved=False)
+    assert not job.enter(), "and three are too many"
+
+
 def test_reports_come_as_they_were_sent_and_others_are_refused(seed: int) -> None:
     held = zm.Held(own=(4, 5), known=4, copies=(None, zm.Copy(ward=1, version=5, digest=9)), digest=7)
-    said = CodedRow(held=CodedHeld(held=held, domains=((), (2, 0, 1)), digests=(1, 7, 3)), handles=())
+    said = CodedRow(
+        held=CodedHeld(held=held, domains=((), (2, 0, 1)), digests=(1, 7, 3), voted=(2, 9, 4)), handles=()
+    )
     row = said.encoded(3)
     found = CodedRow.decoded(row, ranks=3, place=1, slot=1, incarnation=1)
     assert found.held == said.held
@@ -264,7 +291,7 @@ def test_reports_come_as_they_were_sent_and_others_are_refused(seed: int) -> Non
             again = CodedRow.decoded(bad, ranks=3, place=1, slot=1, incarnation=1)
         except RemoteProtocolError:
             continue
-        assert len(again.held.digests) in (0, 3)
+        assert len(again.held.digests) in (0, 3) and len(again.held.voted) in (0, 3)
     with pytest.raises(RemoteProtocolError):
         CodedRow.decoded(row[:-1], ranks=3, place=1, slot=1, incarnation=1)
     assert len(row) == row_numbers(3)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from zbmd.collectives.group.group import Group, hosts_of
@@ -36,6 +37,8 @@ from zbmd.transport.errors import PeerLost, RemoteProtocolError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native._native import now_ns
 
+log: Final = structlog.stdlib.get_logger("zbmd.redundancy")
+
 SCRATCH_BYTES: Final = 1 << 20
 """For pieces of all shards of a stripe at once."""
 _HEAD: Final = 5
@@ -45,7 +48,7 @@ Bytes = NDArray[np.uint8]
 
 def row_numbers(ranks: int) -> int:
     """Return the numbers of a report in a job of so many ranks."""
-    return _HEAD + 2 * SLOTS + (SLOTS + 1) * ranks + 2 * _HANDLES
+    return _HEAD + 2 * SLOTS + (SLOTS + 2) * ranks + 2 * _HANDLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,8 @@ class CodedRow:
             numbers += [0, 0] if copy is None else [copy.version + 1, copy.digest]
         for domains in self.held.domains:
             numbers += [one + 1 for one in domains] or [0] * ranks
-        numbers += list(self.held.digests) or [0] * ranks
+        for digests in (self.held.digests, self.held.voted):
+            numbers += list(digests) or [0] * ranks
         for handle in self.handles:
             numbers += [handle.offset, handle.nbytes]
         return np.array(numbers + [0] * (row_numbers(ranks) - len(numbers)), np.uint64)
@@ -90,12 +94,12 @@ class CodedRow:
         if max(known, first) > VERSION_MAX or any(v > VERSION_MAX or v % SLOTS != at for at, v in said):
             raise RemoteProtocolError(f"place {place} reports impossible versions: {numbers[: _HEAD + 4]}")
         at = _HEAD + 2 * SLOTS
-        lists = [numbers[at + part * ranks : at + (part + 1) * ranks] for part in range(SLOTS + 1)]
-        *domains, digests = lists
+        lists = [numbers[at + part * ranks : at + (part + 1) * ranks] for part in range(SLOTS + 2)]
+        *domains, digests, voted = lists
         if any(one > ranks for listed in domains for one in listed):
             raise RemoteProtocolError(f"place {place} reports domains beyond the {ranks} that there can be")
         found_domains = [tuple(one - 1 for one in listed) if all(listed) else () for listed in domains]
-        places = numbers[at + (SLOTS + 1) * ranks :]
+        places = numbers[at + (SLOTS + 2) * ranks :]
         if max(places) >= 1 << 63:
             raise RemoteProtocolError(f"place {place} reports memory at impossible addresses")
         handles = tuple(
@@ -109,6 +113,7 @@ class CodedRow:
             held=held,
             domains=(found_domains[0], found_domains[1]),
             digests=tuple(digests) if any(digests) else (),
+            voted=tuple(voted) if any(voted) else (),
         )
         return cls(held=coded, handles=handles)
 
@@ -152,7 +157,8 @@ class CodedReplica(BuddyReplica):
         """See `Redundancy`. To this rank all shards differ."""
         self._group, self._cancellation = group, Cancellation()
         ranks, domains = group.size, hosts_of(group.view, group.members)
-        row = CodedRow(held=self._coded.coded_report(known), handles=self._bank.handles).encoded(ranks)
+        report = self._coded.coded_report(known, self._digests_now())
+        row = CodedRow(held=report, handles=self._bank.handles).encoded(ranks)
         every = group.blocking.all_gather(row).reshape(ranks, row_numbers(ranks))
         self._peers = []
         for place, rank in enumerate(group.members):
@@ -161,6 +167,24 @@ class CodedReplica(BuddyReplica):
             self._peers.append(one)
         self._perform_coded(self._handle(EnteredCoded(held=self._reports(), domains=domains)))  # type: ignore[arg-type]
         return self._machine.version
+
+    def _digests_now(self) -> tuple[int, int]:
+        """Return the digests of the parities in both slots, as they are in memory; 0 without any."""
+        held = self._coded.copies
+        first, second = (
+            0 if copy is None else digest_of(array[: self._bank.lengths[slot]])
+            for slot, (copy, array) in enumerate(zip(held, self._bank.copies, strict=True))
+        )
+        for slot, found in enumerate((first, second)):
+            copy = held[slot]
+            if copy is not None and copy.digest != found:
+                log.warning(
+                    "parities in memory are damaged, and are encoded again",
+                    version=copy.version,
+                    digest=f"{found:016x}",
+                    expected=f"{copy.digest:016x}",
+                )
+        return first, second
 
     def _reports(self) -> tuple[CodedHeld, ...]:
         return tuple(one.held for one in self._peers)
@@ -196,17 +220,19 @@ class CodedReplica(BuddyReplica):
 
     def _copy(self, work: zm.CopyWard | None) -> tuple[int, int | None]:
         """See `BuddyReplica`: encode the parities that this rank has."""
-        began_ns = now_ns()
+        began_ns, copied = now_ns(), None
         if work is not None:
             faults.hit(COPY_POINT)
             self._encode(work.version)
+            copied = digest_of(self._bank.copies[work.slot][: self._bank.lengths[work.slot]])
         own = digest_of(self._own.slots[self._own.slot])
         self.busy_ns += now_ns() - began_ns
-        return own, None if work is None else own
+        return own, copied
 
     def _encode(self, version: int) -> None:
         slot, group = version % SLOTS, self._coded.group
         stripes = group.parities_of(self._coded.place)
+        self._bank.lengths[slot] = len(stripes) * group.block_bytes(self._code.nbytes)
         if not stripes:
             return
         size, room = group.block_bytes(self._code.nbytes), self._bank.copies[slot]

@@ -9,13 +9,14 @@ of others (`placement`) in the place of a copy of its ward:
 After a loss all ranks go on from the highest version of which each lost shard is held, or can be rebuilt from
 the data and parity shards that are left. Parities count for the failure domains for which they were encoded:
 if a replacement came elsewhere, the next step encodes them again. Each rank knows the digests that all voted
-for, so that what is rebuilt is compared with what was committed.
+for, of shards and of parities: what is rebuilt is compared with what was committed, and parities that are not
+what was voted for any more are not used, and encoded again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zbmd.training.redundancy.coded.placement import CodedGroup, fitted, grouped
@@ -52,12 +53,14 @@ class CodedHeld:
     """The report of a rank. `held`: its own versions, and those of its parities as copies.
 
     domains: for which each slot's parities were encoded. digests: of all ranks' shards of the version that is
-    known to be committed, if this rank voted then.
+    known to be committed, if this rank voted then, and voted: of their parities. The copies in `held` have
+    the digests of what this rank's parities are now.
     """
 
     held: Held
     domains: tuple[Domains, Domains] = ((), ())
     digests: tuple[int, ...] = ()
+    voted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,12 @@ def choose(held: Sequence[CodedHeld], code: Code) -> Rebuilding | Lost:
         layouts = {()} if not lost else _layouts(held, version)
         for domains in sorted(layouts):
             groups = code.groups(domains)
-            parities = [place for place, one in enumerate(held) if _has(one, version, domains)]
+            voted = next((one.voted for one in held if one.held.known == version and one.voted), ())
+            parities = [
+                place
+                for place, one in enumerate(held)
+                if _has(one, version, domains, voted[place] if voted else NO_DIGEST)
+            ]
             if all(_is_rebuilt(group, lost, parities) for group in groups if set(group.members) & set(lost)):
                 digests = next((one.digests for one in held if one.held.known == version and one.digests), ())
                 return Rebuilding(
@@ -111,9 +119,12 @@ def _layouts(held: Sequence[CodedHeld], version: int) -> set[Domains]:
     return {domains for domains in found if len(domains) == len(held)}
 
 
-def _has(one: CodedHeld, version: int, domains: Domains) -> bool:
+def _has(one: CodedHeld, version: int, domains: Domains, voted: int) -> bool:
+    """Whether a rank has parities of a version, and those of digest `voted`, if that is known."""
     copy = one.held.copies[version % SLOTS]
-    return copy is not None and copy.version == version and one.domains[version % SLOTS] == domains
+    if copy is None or copy.version != version or one.domains[version % SLOTS] != domains:
+        return False
+    return voted in (NO_DIGEST, copy.digest)
 
 
 def _is_rebuilt(group: CodedGroup, lost: Sequence[int], parities: Sequence[int]) -> bool:
@@ -167,8 +178,8 @@ class CodedMirror(Mirror):
         """Of this epoch."""
         self.encoded_for: list[Domains] = [(), ()]
         """The domains for which the parities of each slot were encoded."""
-        self._digests: tuple[int, tuple[int, ...]] = (0, ())
-        """The last version that was committed here, and the digests of all shards of it."""
+        self._digests: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
+        """The last version that was committed here, and the digests of all shards and parities of it."""
 
     def handle(self, event: CodedEvent, *, now_ns: int) -> list[Any]:
         """See `Mirror`."""
@@ -180,14 +191,21 @@ class CodedMirror(Mirror):
         self.check_invariants()
         return actions
 
-    def coded_report(self, known: int) -> CodedHeld:
-        """Return this rank's report; see `Mirror.report`."""
+    def coded_report(self, known: int, found: tuple[int, int] | None = None) -> CodedHeld:
+        """Return this rank's report; see `Mirror.report`. found: the digests of its parities now, by slot."""
         held = self.report(known)
-        version, digests = self._digests
+        version, digests, voted = self._digests
+        if found is not None:
+            first, second = (
+                None if copy is None else replace(copy, digest=digest)
+                for copy, digest in zip(held.copies, found, strict=True)
+            )
+            held = replace(held, copies=(first, second))
         return CodedHeld(
             held=held,
             domains=(self.encoded_for[0], self.encoded_for[1]),
             digests=digests if version == held.known else (),
+            voted=voted if version == held.known else (),
         )
 
     @property
@@ -199,16 +217,16 @@ class CodedMirror(Mirror):
         self._expect(event, State.WAITING)  # type: ignore[arg-type]
         if len(event.held) != self.ranks or len(event.domains) != self.ranks:
             raise LocalProtocolError(f"{len(event.held)} ranks hold a state of {self.ranks}")
-        if any(len(one.digests) not in (0, self.ranks) for one in event.held):
+        if any(len(each) not in (0, self.ranks) for one in event.held for each in (one.digests, one.voted)):
             raise RemoteProtocolError("a rank reports digests of another number of ranks")
         chosen = choose(event.held, self.code)
         if isinstance(chosen, Lost):
             return [*self.fail(chosen.reason, lost=True)]
         self.known = max(one.held.known for one in event.held)
         self.domains, self._buddies, self.ward = event.domains, tuple(range(self.ranks)), self.place
-        slot = chosen.version % SLOTS
-        if self.encoded_for[slot] != event.domains:
-            self.copies[slot] = None
+        slot, now = chosen.version % SLOTS, event.held[self.place].held.copies
+        if self.encoded_for[slot] != event.domains or self.copies[slot] != now[slot]:
+            self.copies[slot] = None  # to be encoded again, for these domains, or because memory has erred
         if self.place not in chosen.lost:
             return [*self.go_on_from(chosen.version, None)]
         self.restore(chosen.version, chosen.digests[self.place])
@@ -221,9 +239,10 @@ class CodedMirror(Mirror):
         return actions
 
     def _voted(self, votes: tuple[tuple[int, int], ...]) -> list[Action]:
-        actions = super()._voted(votes)
+        shards, parities = tuple(own for own, _ in votes), tuple(parity for _, parity in votes)
+        actions = super()._voted(tuple((own, own) for own in shards))
         if self.state is not State.FAILED:
-            self._digests = self.version, tuple(own for own, _ in votes)
+            self._digests = self.version, shards, parities
         return actions
 
 
@@ -254,5 +273,5 @@ def _build(config: Mapping[str, Any]) -> CodedMirror:
 
 
 CODED_MIRROR: MachineKind[CodedEvent, CodedAction] = register(
-    "coded-mirror", 1, _build, events=CodedEvent, actions=CodedAction, states=(CodedMirror,)
+    "coded-mirror", 2, _build, events=CodedEvent, actions=CodedAction, states=(CodedMirror,)
 )

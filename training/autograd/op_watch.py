@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OpWatch(Protocol):
-    """What a sampled step reports to, on the thread that computes."""
+    """Receives the ops of a sampled step, on the thread that computes."""
 
     def begin(self) -> None:
         """An op may begin now: what lies before does not count for it."""

@@ -7,7 +7,7 @@ returns when its result is there, so the time in which it is enqueued is the tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -146,7 +146,7 @@ class OpSampler:
         return known
 
     @contextmanager
-    def work(self, op: str, arrays: Sequence[Array]) -> Iterator[None]:
+    def work(self, op: str, arrays: Sequence[Array]) -> Generator[None]:
         """See `OpWatch`."""
         size, dtype = max((array.size for array in arrays), default=0), str(arrays[0].dtype) if arrays else ""
         key = (op, WORK, str(size), dtype)

@@ -24,7 +24,7 @@ FILE_BYTES_MAX: Final = 64 << 20
 
 
 class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the weights after `step` wrote."""
+    """A text that the weights after `step` wrote."""
 
     step: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     text: Annotated[str, msgspec.Meta(max_length=1 << 20)]

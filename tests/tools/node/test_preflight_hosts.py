@@ -30,9 +30,7 @@ def test_a_host_with_a_slow_cable_does_not_take_part() -> None:
         lab = stack.enter_context(Lab(HOSTS + 1))
         lab.hosts[SLOW].shape(rate_mbps=20)
         nodes = [stack.enter_context(_node(lab, host, host.number)) for host in lab.hosts[:HOSTS]]
-        nodes[0].until(
-            r"preflight: \S+ does not take part: its link to \S+ is bad: [\d.,]+ MB/s, where others"
-        )
+        nodes[0].until(r"preflight: \S+ does not take part: its link to \S+ is bad: [\d.,]+ MB/s, where")
         nodes[SLOW].until(r"preflight: this host does not take part: its link to")
         assert nodes[SLOW].process.wait(netns.TIMEOUT_S) == REQUEUE_EXIT_CODE
         spare = stack.enter_context(_node(lab, lab.hosts[HOSTS], SLOW))
@@ -47,7 +45,7 @@ def _node(lab: Lab, host: LabHost, number: int) -> contextlib.AbstractContextMan
     options = ("--preflight", "--nnodes", str(HOSTS), "--nproc-per-node", "1")
     where = ("--node-rank", str(number), "--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}")
     command = str(Path(sys.executable).with_name("zbmd-node"))
-    return netns.process(host, command, "run", *options, *where, "-m", "this", timeout_s=100.0)
+    return netns.process(host, command, "run", *options, *where, "-m", "this", timeout_s=240.0)
 
 
 # ---- a link

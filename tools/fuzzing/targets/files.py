@@ -31,7 +31,7 @@ from zbmd.tools.cli import settings
 from zbmd.tools.doctor.probes import decode_measured
 from zbmd.tools.fuzzing.target import Broken, as_file, file_target, folder, target, text_target
 from zbmd.tools.runs.plot_data import picture_of_metrics, read_metrics
-from zbmd.tools.runs.profile import table_of
+from zbmd.tools.runs.profile import slowest_ops, table_of
 from zbmd.tools.runs.result import RESULT_NAME, load_result, save_result
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.blocks import Codec
@@ -61,6 +61,8 @@ from zbmd.training.optim.mixed_precision import LossScale
 from zbmd.training.profiler.lines import (
     IDLE,
     VERSION,
+    OpRow,
+    OpsLine,
     Overlap,
     RunLine,
     StepLine,
@@ -528,8 +530,9 @@ STEP = StepLine(
 
 
 def _line_seeds() -> tuple[bytes, ...]:
-    run, step = msgspec.json.encode(RUN), msgspec.json.encode(STEP)
-    return (b"\n".join((run, step, step, run, step, b"")), run)
+    row = OpRow("linear", "forward", "8x4, 4x4", "float32", 2, 10, 0, 64, 256)
+    run, step, ops = map(msgspec.json.encode, (RUN, STEP, OpsLine(step=1, ops=(row,))))
+    return (b"\n".join((run, step, ops, step, run, step, b"")), run)
 
 
 @target("profile.lines", "the lines of a profiled rank, and their table", _line_seeds, UserError)
@@ -538,7 +541,9 @@ def _lines(data: bytes) -> None:
         path = lines_path(made, 0, 1)
         path.parent.mkdir()
         path.write_bytes(data)
-        table_of(summary_of(read_profiles(made), lambda machine: None))
+        lives = read_profiles(made)
+        table_of(summary_of(lives, lambda machine: None))
+        slowest_ops(lives)
 
 
 def _ring_seeds() -> tuple[bytes, ...]:

@@ -34,7 +34,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class OwnSpeed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a host has measured by itself."""
+    """Measurements of a host by itself."""
 
     flops_per_s: _Speed
     memory_per_s: _Speed
@@ -98,7 +98,7 @@ class HostSurvey:
     async def leave_good(self, nodes_min: int, say: Callable[[str], None]) -> None:
         """Return once there are so many members, and all of them were measured and are good.
 
-        The hosts of bad ones are told to leave. Who comes meanwhile is measured with the others.
+        Bad hosts are asked to leave. A node that comes meanwhile is measured with the others.
         """
         surveyed: set[NodeKey] = set()
         told: set[NodeKey] = set()

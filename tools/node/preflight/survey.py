@@ -22,7 +22,7 @@ from zbmd.transport.machine import SetTimer, TimerFired
 ROUND_NS: Final = 20_000_000_000
 """Of the pairs of a round that have not answered then, one host does not."""
 SLOW_LINK, SLOW_HOST = 0.3, 0.5
-"""What has less of the usual speed is slow."""
+"""Shares of the usual speed, below which a pair or a host is slow."""
 TRIP_FACTOR: Final = 8.0
 TRIP_MORE_NS: Final = 5_000_000
 """A round trip is slow if it takes so many times the usual one, and so much longer."""

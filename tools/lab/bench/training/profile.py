@@ -59,7 +59,7 @@ class Cost(Medians):
     """Three of four sampled steps cost less."""
     ops_per_sample: float
     op_us: float
-    """What the watch adds to an op and to its rule; of small arrays, so that little else is in it."""
+    """Cost of the watch for an op and its rule together; of small arrays, so that little else is in it."""
     sampled_share_percent: float
     """ops_per_sample of half of op_us, of step_ms."""
     rounds: int

@@ -1,7 +1,7 @@
 """The measurement of a link between two hosts: a TCP connection of its own, as ranks would make one.
 
-The host that is measured listens, on the address of its node, for a connection that begins with a token, which
-only the other node has received. All of it is bounded in time and bytes. Blocking, for threads.
+The host that is measured listens, on the address of its node, for a connection that begins with a token,
+which only the other node has received. All of it is bounded in time and bytes. Blocking, for threads.
 """
 
 from __future__ import annotations

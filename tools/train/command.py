@@ -103,7 +103,7 @@ def _ops_every(text: str) -> int:
     number = text.removeprefix("every=")
     if text == "off" or number == "0":
         return 0
-    if not number.isdecimal() or not 0 < int(number[:10]) <= OPS_EVERY_MAX:
+    if not number.isdecimal() or len(number) > 10 or not 0 < int(number) <= OPS_EVERY_MAX:
         raise UserError(f"expected off or every=N, N up to {OPS_EVERY_MAX:,}, got {text!r}")
     return int(number)
 

@@ -318,7 +318,7 @@ async function logs() {
 
 const PAGES = {
   run: [summary, losses, userMetrics, goodput, recoveries],
-  profiling: [summary, waterfall, utilisation, ranks, slowest, memory, timelineOf],
+  profiling: [summary, waterfall, utilisation, ranks, memory, slowest, timelineOf],
   cluster: [liveOf, clusterOf],
   logs: [logs],
 };

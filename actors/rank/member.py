@@ -197,7 +197,6 @@ class Worker:
         self._peers: dict[int, Peer] = {}
         self._callbacks = Callbacks()
         self._reports: deque[bytes] = deque()
-        self._reports_dropped = 0
         self._reports_changed = asyncio.Event()
         self._reports_sent = asyncio.Event()
         self._loop_thread = threading.get_ident()
@@ -311,7 +310,6 @@ class Worker:
             return
         if len(self._reports) >= REPORTS_WAITING_MAX:
             self._reports.popleft()
-            self._reports_dropped += 1
         self._reports.append(data)
         if threading.get_ident() == self._loop_thread:
             self._reports_changed.set()

@@ -89,12 +89,6 @@ def assign_shards(shards: int, n: int) -> Assignment:
     return tuple((rank * shards // n, (rank + 1) * shards // n) for rank in range(n))
 
 
-def assign_to(shards: int, members: Sequence[int], workers: Sequence[int]) -> Assignment:
-    """Balanced ranges for the members who are workers, in order; the others hold none."""
-    ranges = iter(assign_shards(shards, len(workers)))
-    return tuple(next(ranges) if member in workers else (0, 0) for member in members)
-
-
 def check_assignment(shards: int, assignment: Assignment) -> None:
     """Raise `ProgramError` unless the ranges cover every shard once (in any order, some perhaps empty)."""
     if not 1 <= shards <= MAX_SHARDS:

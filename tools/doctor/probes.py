@@ -25,7 +25,7 @@ from typing import Annotated, Final
 import msgspec
 import numpy as np
 
-from zbmd.tools.doctor.report import Finding, FindingState, Section
+from zbmd.tools.doctor.report import Finding, Section
 from zbmd.training.profiler.peak import THREADS_VARIABLES
 from zbmd.transport.errors import UserError
 
@@ -144,12 +144,6 @@ def judge(found: Measured) -> Iterator[Finding]:
     yield Section.SPEED.note(
         "clock", words, "" if found.clock else "for times in logs of several hosts: run chrony"
     )
-
-
-def unfit_reasons(findings: Iterator[Finding]) -> list[str]:
-    """Return what makes a host unfit, each with what to do; empty if it is fit."""
-    bad = [each for each in findings if each.state is FindingState.NOT_OK]
-    return [f"{each.name}: {each.detail}. Advice: {each.advice}" for each in bad]
 
 
 def _fast(name: str, per_s: float, least: float, how: str, advice: str) -> Finding:

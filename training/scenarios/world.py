@@ -338,9 +338,6 @@ class Bank:
         return [self.cells.digest(cell) for cell in stamped]
 
 
-Acts: TypeAlias = "dict[int, dict[int, Wish]]"
-
-
 @dataclass(slots=True)
 class CommitWorld:
     """A simulated job: the memory of its ranks, its log, and what its ranks do together."""

@@ -53,7 +53,6 @@ class RankProcess:
         """See `zbmd.actors.process.exit`; its template reads it at its end."""
         self.killed_by = ""
         """The reason of its SIGKILL, for people, if it is known."""
-        self.asked_to_end = False
         self.on_debugger: Callable[[RankProcess, bool], None] | None = None
         """Called when it stops in a debugger, and when it goes on."""
         self.takes_signals = True

@@ -8,10 +8,10 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 import msgspec
 import pytest
+from support.processes.children import children_of
 from support.processes.polling import until
 
 from zbmd.actors.snapshots.client import address_of, attach, drop, find_holders, look, tag_of
@@ -84,18 +84,12 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def children() -> set[int]:
-    return {
-        int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()
-    }
-
-
 @pytest.fixture(autouse=True)
 def waited_for() -> Generator[None]:
     """A launcher that leaves a holder ends itself; here it does not, and would never wait for it."""
-    others = children()  # processes that tests of other modules share
+    others = set(children_of())  # processes that tests of other modules share
     yield
-    for pid in children() - others:
+    for pid in set(children_of()) - others:
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
 

@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from support.processes.children import children_of
 from support.processes.launcher import MARKER, Running, marked
 
 GUARD = ("-m", "zbmd.torch.run")
@@ -69,8 +70,7 @@ def by_hand(
 def guards_of(agent: int) -> dict[int, int]:
     """Return the pids of the guards that torchrun, of that pid, has started, by their local ranks."""
     found: dict[int, int] = {}
-    for children in Path(f"/proc/{agent}/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found.update({int(v[11:]): pid for v in variables if v.startswith(b"LOCAL_RANK=")})
+    for pid in children_of(agent):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found.update({int(v[11:]): pid for v in variables if v.startswith(b"LOCAL_RANK=")})
     return found

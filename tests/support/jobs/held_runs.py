@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
-import subprocess
-import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.processes.launcher import Running, marked
+from support.processes.launcher import Running, kill_marked
 from zbmd.actors.snapshots.client import HolderAddress, look
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.run.ledger import LOG_NAME, read_log
@@ -38,31 +34,14 @@ def job(ranks: int, *more: str, out: str = "run") -> tuple[str, ...]:
 @contextmanager
 def started(launcher: Launcher, *arguments: str, **variables: str) -> Generator[Running]:
     """As `Launcher.start`, with snapshots, and a process that holds them may be left behind."""
-    marker = uuid.uuid4().hex
-    words, environment = launcher.command(arguments, marker)
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**environment, "ZBMD_SNAPSHOTS": "60s", **variables},
-        cwd=launcher.directory,
-        start_new_session=True,
-    ) as process:
-        running = Running(process, marker)
-        try:
-            yield running
-            running.end()
-        finally:
-            kill_all(running)
+    with launcher.session(*arguments, spares=HOLDER, **{"ZBMD_SNAPSHOTS": "60s", **variables}) as running:
+        yield running
+        running.end()
 
 
 def kill_all(running: Running) -> None:
     """Kill launcher, reaper, template and ranks at once, and not the snapshot process."""
-    for pid in marked(running.marker):
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() != HOLDER:
-                os.kill(pid, signal.SIGKILL)
+    kill_marked(running.marker, HOLDER)
 
 
 def until_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> int:

@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +110,14 @@ def marked(marker: str) -> list[int]:
     return found
 
 
+def kill_marked(marker: str, spares: str = "") -> None:
+    """Kill all that has the marker at once, but for processes of the name `spares`."""
+    for pid in marked(marker):
+        with suppress(ProcessLookupError, FileNotFoundError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() != spares:
+                os.kill(pid, signal.SIGKILL)
+
+
 class Launcher:
     """Starts `zbmd-node` in `directory`, and holds it to leaving nothing behind."""
 
@@ -166,8 +174,11 @@ class Launcher:
         return ended
 
     @contextmanager
-    def start(self, *arguments: str, **variables: str) -> Generator[Running]:
-        """Start the command in a session of its own, as a terminal would; it has to end by itself."""
+    def session(self, *arguments: str, spares: str = "", **variables: str) -> Generator[Running]:
+        """Start the command in a session of its own, as a terminal would; kill what is left of it at the end.
+
+        spares: the name of a process that may live on.
+        """
         marker = uuid.uuid4().hex
         command, environment = self.command(arguments, marker)
         with subprocess.Popen(
@@ -182,11 +193,16 @@ class Launcher:
             running = Running(process, marker)
             try:
                 yield running
-                running.end()
-                self.assert_nothing_left(marker, running.text)
             finally:
-                for pid in marked(marker):
-                    os.kill(pid, signal.SIGKILL)
+                kill_marked(marker, spares)
+
+    @contextmanager
+    def start(self, *arguments: str, **variables: str) -> Generator[Running]:
+        """Start the command as `session` does; it has to end by itself, and to leave nothing behind."""
+        with self.session(*arguments, **variables) as running:
+            yield running
+            running.end()
+            self.assert_nothing_left(running.marker, running.text)
 
     def assert_nothing_left(self, marker: str, story: str) -> None:
         """No process (one that is being freed by the kernel may take its time), no temporary file."""

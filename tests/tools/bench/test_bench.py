@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.processes.children import children_of
 
 from zbmd.collectives.communicator.cost_model import ONE_HOST
 from zbmd.tools.bench import command as bench_cli
@@ -253,7 +254,7 @@ def test_a_killed_benchmark_leaves_no_process_and_no_file(tmp_path: Path) -> Non
         ranks: set[int] = set()
         while len(ranks) < 2 or any(tmp_path.iterdir()):
             assert process.poll() is None
-            ranks = {pid for pid in _children(process.pid) if b"bench.transport.rank" in _command_line(pid)}
+            ranks = {pid for pid in children_of(process.pid) if b"bench.transport.rank" in _command_line(pid)}
         descriptors = [os.pidfd_open(pid) for pid in ranks]
         process.send_signal(signal.SIGKILL)
     try:
@@ -266,10 +267,6 @@ def test_a_killed_benchmark_leaves_no_process_and_no_file(tmp_path: Path) -> Non
         for descriptor in descriptors:
             os.close(descriptor)
     assert not any(tmp_path.iterdir())
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _command_line(pid: int) -> bytes:

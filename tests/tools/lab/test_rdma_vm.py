@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.processes.children import children_of
 from support.rdma.rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 
 from zbmd.actors.rank.environment import LINKS_VARIABLE
@@ -146,9 +147,9 @@ def machines_of(pid: int) -> list[int]:
     """The QEMUs among the children of a process. Those may come and go while we look."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        for child in children_of(pid):
             if Path(f"/proc/{child}/comm").read_text().startswith("qemu"):
-                found.append(int(child))
+                found.append(child)
     return found
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes.children import children_of
 
 from zbmd.tools.entry.zbmd import main
 from zbmd.tools.sim.hunt import Hunt, Quarry
@@ -163,10 +164,9 @@ def test_an_interrupted_hunt_leaves_no_process(number: signal.Signals) -> None:
 
 def wait_for_workers(pid: int, count: int) -> list[int]:
     """A pidfd of each worker, once there are so many; the command says nothing of them."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    while len(found := children.read_text().split()) < count:
+    while len(found := children_of(pid)) < count:
         pass
-    return [os.pidfd_open(int(child)) for child in found]
+    return [os.pidfd_open(child) for child in found]
 
 
 def has_ended(pidfd: int) -> bool:

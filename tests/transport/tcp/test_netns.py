@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from programs import PROGRAMS
 from support.netns import netns
+from support.processes.children import children_of
 
 from zbmd.tools.lab.hosts.netns import Lab, LabError, LabHost, sweep
 from zbmd.transport.errors import UserError
@@ -49,8 +50,7 @@ def test_nothing_is_left_of_one_that_is_killed(kind: str) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE) as made:
         assert made.stdout is not None
         assert made.stdout.readline() == b"made\n"
-        children = Path(f"/proc/{made.pid}/task/{made.pid}/children").read_text().split()
-        pidfds = [os.pidfd_open(int(pid)) for pid in children]
+        pidfds = [os.pidfd_open(pid) for pid in children_of(made.pid)]
         made.send_signal(signal.SIGKILL)
     (folder,) = Path(tempfile.gettempdir()).glob(f"zbmd-lab-{made.pid}-*")
     assert len(pidfds) == 3, "two hosts, and the bridge or switch"

@@ -62,7 +62,6 @@ from zbmd.transport.native import _native
 
 MESSAGES_MAX = 64
 RANKS = (0, 1, 2)
-LAST_VERSION = 3
 ELEMENTS = 64
 STATE_BYTES = 256
 EPOCH = 1

@@ -19,7 +19,7 @@ import structlog
 
 from zbmd.actors.cluster.jobs.reports import HostEvent, Observer, RankDown
 from zbmd.actors.process.exit import EXIT_FAILED
-from zbmd.actors.process.output import LineWriter, LiveSink, PlainOutput
+from zbmd.actors.process.output import LineWriter, LiveSink, OutputLine, PlainOutput, StreamName
 from zbmd.tools.node.guard.messages import (
     PACKET_BYTES_MAX,
     Here,
@@ -34,7 +34,6 @@ from zbmd.tools.node.guard.messages import (
     listening,
     received,
 )
-from zbmd.tools.node.guard.output import STREAMS, GuardedOutput
 from zbmd.tools.node.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 from zbmd.transport.errors import DeadlineExceeded, RemoteProtocolError, UserError
 from zbmd.transport.host.process import peer_of
@@ -43,6 +42,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.node.guard")
 
 SIGNAL_EXIT_BASE: Final = 128
 ABSENT_NAMED_MAX: Final = 8
+STREAMS: Final[tuple[StreamName, StreamName]] = ("stdout", "stderr")
 LAUNCHER_S: Final = 1.0
 """For a launcher to see that a guard has failed; torchrun looks every 0.1 s."""
 
@@ -84,6 +84,35 @@ class _Guard:
     code: int = 0
     has_failed: bool = False
     is_told: bool = False
+
+
+class GuardedOutput:
+    """A `LiveSink` that gives each line to the writer of its rank's guard. others: takes the rest.
+
+    writers: by local rank; count: of ranks on this host. A debugger has the terminal of the first guard.
+    """
+
+    def __init__(self, others: LiveSink, writers: Mapping[int, LineWriter], count: int) -> None:
+        self._others, self._writers, self._count = others, writers, count
+
+    def _of(self, line: OutputLine) -> LiveSink:
+        return self._writers.get(line.rank % self._count, self._others)
+
+    async def write_line(self, line: OutputLine) -> None:
+        """See `OutputSink`."""
+        await self._of(line).write_line(line)
+
+    def show_unfinished(self, line: OutputLine, *, rewritten: bool) -> None:
+        """See `LiveSink`."""
+        self._of(line).show_unfinished(line, rewritten=rewritten)
+
+    def lend_terminal(self, *, is_back: bool) -> None:
+        """See `LiveSink`."""
+        self._others.lend_terminal(is_back=is_back)
+
+    async def close(self) -> None:
+        """Write what is queued for guards. A stalled one is given up, as `LineWriter.close` says."""
+        await asyncio.gather(*(writer.close() for writer in self._writers.values()))
 
 
 class Guards:

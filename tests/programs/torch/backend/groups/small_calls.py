@@ -65,7 +65,9 @@ for name, call in KINDS.items():
     call(False)  # known from now on
     world.made.submit, taken = (lambda *_, **__: 1 / 0), path.taken
     for k in range(50):
-        x.fill_(10 * k + me), out.fill_(-1), part.fill_(-1)
+        x.fill_(10 * k + me)
+        out.fill_(-1)
+        part.fill_(-1)
         rows.copy_(torch.arange(6.0).reshape(2, 3) + k + me)
         work = call(True)
         assert work.wait() and work.is_success() and len(work.result()) == 1

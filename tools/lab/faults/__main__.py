@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = script_parser("zbmd.tools.lab.faults", __doc__)
     parser.add_argument("--out", type=Path, default=Path("faults"), help="directory (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=7, help="of each kind (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="of the seeds (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="KINDS", help="with commas between them (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep directories of cases that were right, too")
@@ -31,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     default_to_one_thread()
     from zbmd.tools.lab.faults.corpus import judge_again, kinds_here, read_results, run_corpus, table
 
-    kinds, seeds = kinds_here(tuple(filter(None, arguments.only.split(",")))), range(arguments.seeds)
+    kinds, seeds = (
+        kinds_here(tuple(filter(None, arguments.only.split(",")))),
+        range(arguments.first, arguments.first + arguments.seeds),
+    )
     if arguments.again:
         path = judge_again(arguments.out)
     else:

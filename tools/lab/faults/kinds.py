@@ -170,9 +170,8 @@ def _task(drawn: Drawn) -> None:
 
 def _run_task(drawn: Drawn, fault: str, *more: str) -> None:
     arguments = (fault, str(drawn.step), str(drawn.who), str(drawn.seed), "run", *more)
-    options = tuple(word for word in _options(drawn) if word not in ("--log-dir", "logs"))
-    if fault == "disk":
-        options = (*options, "--snapshots", "off")  # else another process writes checkpoints
+    # A snapshot process would write the checkpoints, and keep the state for the next run of this directory.
+    options = ("run", "-n", str(drawn.ranks), "--on-loss", "stop", "--stop-grace", "1s", "--snapshots", "off")
     with launched(drawn.directory, (*options, _script(drawn, TASK), *arguments)) as job:
         job.end(END_S)
 

@@ -142,7 +142,8 @@ def left_early(batch: Sequence[Death]) -> Finding | None:
             place="" if place is None else str(place),
             step=death.step,
             at_ns=death.at_ns if of_rank is None else of_rank.at_ns,
-            confidence=0.9 if of_rank is not None and of_rank.normal else 0.8,
+            # One that was ended before it could say why may have had an error of its own.
+            confidence=0.9 if of_rank is not None and of_rank.normal else 0.6,
             evidence=(
                 f"rank {rank} closed the group{'' if of_rank is None else f', and ended: {of_rank.reason}'}",
                 f"rank {death.rank}: {_short(failure.message if failure is not None else '')}",
@@ -166,11 +167,11 @@ def _classified(death: Death, batch: Sequence[Death]) -> Classified:
     who = f"rank {death.rank}"
     if death.no_memory:
         return Cause.MEMORY, 0.98, own, f"{who} was ended by the kernel for want of memory"
-    if failure is not None:
+    if failure is not None and failure.kind != "SystemExit":
         return _of_failure(death, failure, batch)
     if death.code < 0:
         return _of_signal(death)
-    return Cause.EXITED, 0.85, own, f"{who} ended itself with exit code {death.code}, without an exception"
+    return Cause.EXITED, 0.85, own, f"{who} ended itself with exit code {death.code}, and no error"
 
 
 def _of_signal(death: Death) -> Classified:
@@ -238,10 +239,8 @@ def _import(death: Death, failure: Failure, _: Sequence[Death]) -> Classified | 
 
 def _diverged(_: Death, failure: Failure, __: Sequence[Death]) -> Classified | None:
     if _ERRED.search(failure.message):
-        found = _PLACES_TEXT.search(failure.message)
-        alone = _ALONE_TEXT.search(failure.message)
-        groups = (alone or found).groups() if alone or found else ()
-        blamed = tuple(int(number) for number in groups)
+        found = _ALONE_TEXT.search(failure.message) or _PLACES_TEXT.search(failure.message)
+        blamed = () if found is None else tuple(int(number) for number in found.groups())
         return Cause.BITS, 0.95, blamed, f"ranks hold different bits of one state: {_short(failure.message)}"
     if failure.kind in ("TrainingDiverged", "Diverged", "FloatingPointError") or (
         failure.kind == "ZbmdError" and _NOT_FINITE.search(failure.message)

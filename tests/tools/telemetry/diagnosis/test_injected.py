@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import PROGRAMS
 
 from zbmd.tools.lab.faults.corpus import read_results, table
-from zbmd.tools.lab.faults.kinds import KINDS
+from zbmd.tools.lab.faults.kinds import GROUP, KINDS, marked_lines
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
@@ -44,14 +43,14 @@ def test_one_of_each_cheap_kind_has_the_right_root(tmp_path: Path) -> None:
     assert len(table(results)) == len(CHEAP) + 3
 
 
-def test_a_run_directory_a_log_and_the_latest_launch_say_the_same(
+def test_a_directory_of_logs_and_what_was_printed_say_the_same(
     launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from zbmd.tools.entry import zbmd as cli
 
-    logs = launcher.path / "logs" if hasattr(launcher, "path") else tmp_path / "logs"
-    script = str(PROGRAMS / "node" / "ends_early.py")
-    ended = launcher.run("run", "-n", "2", "--on-loss", "stop", "--log-dir", str(logs), script, "waits")
+    logs = tmp_path / "logs"
+    fault = ("exception", "5", "1", "16", "word")
+    ended = launcher.run("run", "-n", "2", "--on-loss", "stop", "--log-dir", str(logs), str(GROUP), *fault)
     assert ended.code == 1, ended
     printed = tmp_path / "printed.log"
     printed.write_text("\n".join([*ended.out, *ended.errors]))
@@ -59,7 +58,8 @@ def test_a_run_directory_a_log_and_the_latest_launch_say_the_same(
         capsys.readouterr()
         assert cli.main(["diagnose", target, "--json"]) == 1
         root = json.loads(capsys.readouterr().out)["root"]
-        assert (root["cause"], root["ranks"]) == ("collective-skipped", [0]), root
+        assert (root["cause"], root["ranks"]) == ("exception", [1]), root
+        assert "word: sample 5" in root["summary"]
 
 
 def test_what_is_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,8 +72,6 @@ def test_what_is_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_each_kind_that_has_a_line_marks_it() -> None:
-    from zbmd.tools.lab.faults.kinds import marked_lines
-
     assert len(KINDS) >= 20
     assert all(marked_lines(kind.program, kind.line) for kind in KINDS.values() if kind.line)
 

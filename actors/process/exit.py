@@ -51,18 +51,21 @@ OnEnd = Callable[[bool], None]
 
 _callbacks: list[tuple[int, OnEnd]] = []
 """Each with the process that registered it."""
+_cause_page: CausePage | None = None
 _script_pid = 0
 """The process that runs a rank's script."""
 _host_pipe: tuple[int, int] | None = None
 """The file that the host reads as standard error of the rank: device and inode."""
 
 
-def script_begins() -> None:
+def script_begins(cause: CausePage | None = None) -> None:
     """Note that this process runs a rank's script: its exit reason is the rank's.
 
-    The host reads what is standard error now; a script may put a file in its place.
+    cause: takes the cause of its failure. The host reads what is standard error now; a script may put a file in
+    its place.
     """
-    global _script_pid, _host_pipe
+    global _script_pid, _host_pipe, _cause_page
+    _cause_page = cause
     _script_pid, _host_pipe = os.getpid(), _stderr_file()
 
 
@@ -208,6 +211,12 @@ _LIBRARIES: Final = tuple(
 """Folders of code that is not the user's: Python's, installed packages, our own."""
 
 
+def note_failure(error: BaseException) -> None:
+    """Leave the cause of a rank's failure at once: it may be ended while it leaves the job."""
+    if isinstance(error, Exception) and os.getpid() == _script_pid and _cause_page is not None:
+        _cause_page.write(cause_of(error))
+
+
 class CausePage:
     """Memory that a process shares with the one that forks it: the cause of its failure, if it has one."""
 
@@ -217,7 +226,7 @@ class CausePage:
     def write(self, cause: str) -> None:
         """Leave the cause there. In the fork."""
         data = cause.encode(errors="replace")[:CAUSE_BYTES_MAX].replace(b"\0", b"")
-        self._page[: len(data)] = data
+        self._page[:CAUSE_BYTES_MAX] = data.ljust(CAUSE_BYTES_MAX, b"\0")
 
     def read(self) -> str:
         """Return the cause; empty if there is none. A fork may have written anything."""

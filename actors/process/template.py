@@ -236,7 +236,7 @@ class Template:
             pid=child.pid,
             code=code,
             job=child.job,
-            cause=child.cause.read() if code > 0 else "",
+            cause=child.cause.read() if code else "",
         )
         child.cause.close()
         self._reply(exited)
@@ -270,7 +270,7 @@ def run_target(request: ForkRequest, cause: CausePage | None = None) -> None:
     pid = os.getpid()
     os.environ.update(request.environment)
     os.environ.pop(JOINED_VARIABLE, None)  # of a rank that has started this launcher
-    script_begins()
+    script_begins(cause)
     offer_memory()
     apply_threads(os.environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -487,7 +487,7 @@ class JobHost:
         local = self._machine.jobs.get(key.job)
         known = None if local is None else local.processes.get((key.rank, key.incarnation))
         expected = code == 0 or (known is not None and known.asked)
-        cause = process.cause
+        cause = process.cause if code > 0 else ""
         if code == -signal.SIGKILL and not expected and (killed_by := self._killed_by(process)):
             reason, cause = killed_by, MEMORY_CAUSE
         elif code > 0 and not expected and (killed := self._memory_kills.claim(time.monotonic_ns())):

@@ -331,7 +331,7 @@ def _deaths(launch: Launch, unusual: frozenset[int]) -> Iterable[Death]:
                     normal=line.normal,
                     expected=line.expected,
                     no_memory=line.no_memory,
-                    failure=failure_of(line.words, line.cause) if line.code > 0 else None,
+                    failure=failure_of(line.words, line.cause) if line.code > 0 or line.cause else None,
                     words=line.words,
                     step=line.step,
                     batch=batch,

@@ -80,7 +80,7 @@ def break_off(fault: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "disk":
             with open("/dev/full", "wb") as file:  # FAULT disk
-                file.write(bytes(SIZE + 1))
+                file.write(bytes(SIZE + 1))  # FAULT disk
                 file.flush()  # FAULT disk
         case "ended":
             os.kill(os.getppid(), signal.SIGKILL)

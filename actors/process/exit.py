@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import traceback
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, TypeVar
 
 from zbmd.transport.errors import ArenaFull, LocalProtocolError, OutOfMemory, UserError
@@ -61,8 +61,8 @@ _host_pipe: tuple[int, int] | None = None
 def script_begins(cause: CausePage | None = None) -> None:
     """Note that this process runs a rank's script: its exit reason is the rank's.
 
-    cause: takes the cause of its failure. The host reads what is standard error now; a script may put a file in
-    its place.
+    cause: takes the cause of its failure. The host reads what is standard error now; a script may put a file
+    in its place.
     """
     global _script_pid, _host_pipe, _cause_page
     _cause_page = cause
@@ -211,10 +211,15 @@ _LIBRARIES: Final = tuple(
 """Folders of code that is not the user's: Python's, installed packages, our own."""
 
 
-def note_failure(error: BaseException) -> None:
-    """Leave the cause of a rank's failure at once: it may be ended while it leaves the job."""
-    if isinstance(error, Exception) and os.getpid() == _script_pid and _cause_page is not None:
-        _cause_page.write(cause_of(error))
+@contextlib.contextmanager
+def noting_failure() -> Generator[None]:
+    """Leave the cause of a rank's failure once the block raises: it may be ended while it leaves the job."""
+    try:
+        yield
+    except Exception as error:
+        if os.getpid() == _script_pid and _cause_page is not None:
+            _cause_page.write(cause_of(error))
+        raise
 
 
 class CausePage:

@@ -29,7 +29,7 @@ from zbmd.actors.core.ref import scope_of_job
 from zbmd.actors.hangs.collector import collector_address
 from zbmd.actors.hangs.introspection import INSIDE_ACTOR, Inside
 from zbmd.actors.hangs.watchdog import Watchdog
-from zbmd.actors.process.exit import note_failure
+from zbmd.actors.process.exit import noting_failure
 from zbmd.actors.process.forks import check_is_no_child, membership
 from zbmd.actors.process.log import RankLogFile, log_to_stderr, rank_logger
 from zbmd.actors.rank import host_contracts
@@ -565,11 +565,8 @@ async def join(
                 await worker.open()
                 if enter:
                     await worker.view(after=0)
-                with membership() if found is not None else nullcontext():
+                with membership() if found is not None else nullcontext(), noting_failure():
                     yield worker
-            except BaseException as error:
-                note_failure(error)
-                raise
             finally:
                 await worker.leave()
     except BaseException as error:

@@ -105,8 +105,8 @@ def _become(directory: Path, argv: Sequence[str], output: Path, enter: Callable[
         code = process.run(lambda: cli.main(argv))  # in ranks, too, which are forks of this one
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001 (the end of the fork)
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # noqa: BLE001 (the end of the fork)
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

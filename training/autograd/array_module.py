@@ -79,7 +79,8 @@ def widened(array: Array) -> Array:
 def bfloat16() -> np.dtype[Any]:
     """Return the dtype. Raises `UserError` if ml_dtypes is missing."""
     try:
-        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+        found: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+        return found
     except ImportError as error:
         raise UserError("bfloat16 needs ml_dtypes: pip install 'zbmd[bfloat16]'.") from error
 

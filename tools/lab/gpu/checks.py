@@ -26,6 +26,7 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.bench.run_ranks import run_ranks
 from zbmd.tools.chaos.soak_operators import FlakyDevice
 from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
+from zbmd.tools.lab.gpu import engine
 from zbmd.tools.lab.gpu.job import survive_kills
 from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import GPTConfig
@@ -434,6 +435,24 @@ CHECKS: Final = (
             limit_s=90.0,
         )
         for what, more, gpus, would, run in _OF_TORCH
+    ),
+    Check(
+        name="engine, gradients",
+        needs=Needs(),
+        would="launch the engine's kernels on a GPT, and compare its gradients with the processor's",
+        run=lambda: engine.gradients(engine.on_gpu()),
+    ),
+    Check(
+        name="engine, graph",
+        needs=Needs(),
+        would="capture launches in a graph, replay them with new inputs, and time both",
+        run=lambda: engine.graph(engine.on_gpu()),
+    ),
+    Check(
+        name="engine, job",
+        needs=Needs(),
+        would="train by zbmd train --device cuda on two ranks, kill one, and compare the weights' bits",
+        run=engine.job,
     ),
     Check(name="gpt", needs=Needs(), would="compute a GPT's gradients beside the processor's", run=gpt_step),
     Check(

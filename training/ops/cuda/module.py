@@ -27,7 +27,7 @@ class DeviceModule(ModuleType):
         self.zeros: Callable[..., npt.NDArray[Any]] = np.zeros
         """Of what is never computed with: the input of the first unit."""
 
-    def asarray(self, values: Any, dtype: npt.DTypeLike = None) -> Any:
+    def asarray(self, values: Any, dtype: npt.DTypeLike | None = None) -> Any:
         """Return floats on the device, as float32 or bfloat16; integers in host memory."""
         if isinstance(values, DeviceArray):
             return values

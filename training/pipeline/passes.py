@@ -21,6 +21,7 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.non_finite_probe import ProbePoint
 from zbmd.training.autograd.tape import GradReady, Tensor
 from zbmd.training.model.gpt import Batch
+from zbmd.training.ops.cuda.device_array import Block, DeviceArray
 from zbmd.training.pipeline.part import OwnParts, Pass
 from zbmd.training.pipeline.program import Boundary, Instruction, Message, Op, StageProgram, releases
 from zbmd.training.pipeline.rings import StageRings
@@ -61,17 +62,19 @@ def held_bytes(done: Pass, apart: Iterable[Array]) -> int:
     arena, is not counted.
     """
     others = {id(_owner(array)) for array in apart}
-    owners = {id(owner): owner for owner in map(_owner, _arrays(done))}
-    return sum(owner.nbytes for key, owner in owners.items() if key not in others and owner.flags.owndata)
+    owners = {id(owner): owner for owner in map(_owner, _arrays(done)) if id(owner) not in others}
+    return sum(owner.nbytes for owner in owners.values() if isinstance(owner, Block) or owner.flags.owndata)
 
 
-def _owner(array: Array) -> Array:
+def _owner(array: Array | DeviceArray) -> Array | Block:
+    if isinstance(array, DeviceArray):
+        return array.base
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
 
 
-def _arrays(done: Pass) -> Iterator[Array]:
+def _arrays(done: Pass) -> Iterator[Array | DeviceArray]:
     """Yield all arrays that the backward pass can reach."""
     left: list[object] = [done.input, done.output, *done.tape.kept(), *done.weight_gradients]
     seen: set[int] = set()
@@ -81,7 +84,7 @@ def _arrays(done: Pass) -> Iterator[Array]:
             continue
         seen.add(id(found))
         match found:
-            case np.ndarray():
+            case np.ndarray() | DeviceArray():
                 yield found
             case Tensor():
                 left += (found.data, found.grad)

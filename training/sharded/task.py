@@ -135,7 +135,8 @@ class EngineTask(Task[TrainResult]):
         self.row = ResultRow(training.shards, training.sequences_per_shard)
         self._options, self._config, self._corpus = options, config, corpus
         self._worker, self._again, self._fewest = worker, again, fewest
-        self._executor = executor
+        self._executor, self._launches = executor, 0
+        """What computes in the place of numpy, and the kernels that it had launched after the last step."""
         self._shrinks = fewest < mesh.world_size
         self.resizes = self._shrinks and options.recuts(mesh)
         self._stages, self._rings = options.stages, RingRoom()
@@ -292,7 +293,12 @@ class EngineTask(Task[TrainResult]):
         if done.busy_ns:
             self._bubbles.append(done.compute_ns / max(done.busy_ns) - 1.0)
         took_s = max(1e-9, (done.compute_ns + done.waited_ns) / 1e9)
+        on_device: dict[str, float] = {}
+        if self._executor is not None:
+            before, self._launches = self._launches, self._executor.launches
+            on_device["launches"] = self._launches - before
         return {
+            **on_device,
             "learning_rate": learning_rate_of(self._options.training, done.version - 1),
             "tokens_per_s": self._tokens_per_step / took_s,
             "tokens": float(self._tokens_per_step * done.version),

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from programs.training import modelled_gpu
@@ -15,6 +16,7 @@ from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.tools.chaos.small_job import ended_within, write_text
 from zbmd.training.checkpoint.sharded import load_trained
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.run import run_plain
 
@@ -36,14 +38,16 @@ def _options(out: Path, data: Path, **changes: Any) -> TrainOptions:
     return TrainOptions(out=out, data=str(data), **{**given, **changes})
 
 
-def _run(options: TrainOptions, ranks: int, **environment: str) -> tuple[int, dict[str, Any], list[str]]:
+def _run(
+    options: TrainOptions, ranks: int, *, restarts: int = 0, **environment: str
+) -> tuple[int, dict[str, Any], list[str]]:
     """Return the exit code, the result and the lines of a job."""
     output = RanksOutput(None)
     config = HostConfig(
         target=modelled_gpu.__file__,
         arguments=(options.encode(),),
         world_size=ranks,
-        max_restarts=0,
+        max_restarts=restarts,
         environment=environment,
     )
     ended = asyncio.run(ended_within(Host(config, output=output, observer=output), 300.0))
@@ -56,17 +60,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "text")
 
 
-def test_a_job_on_gpus_is_near_the_one_on_cpus(data: Path, tmp_path: Path) -> None:
-    """Two ranks, a GPU each; the bound is that of bf16 activations. Kills: `test_gpu_engine`."""
+def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, tmp_path: Path) -> None:
+    """Two ranks, a GPU each; the bound is that of bf16 activations. Kills: `test_gpu_engine`.
+
+    A device error costs the process, as CUDA demands; its replacement goes on with the same bits.
+    """
     code, found, lines = _run(_options(tmp_path / "cuda", data), 2)
     assert code == 0 and found, lines
     for rank in range(2):
         assert any(f"rank {rank}: device cuda:{rank} (Modelled GPU" in line for line in lines), lines
+    rows = [msgspec.json.decode(row) for row in (tmp_path / "cuda" / METRICS_NAME).read_bytes().splitlines()]
+    launches = {row["launches"] for row in rows if row.get("step", 0) > 1 and "loss" in row}
+    assert launches and min(launches) > 50, "each step's kernels are counted"
     expected = run_plain(_options(tmp_path / "cpu", data, device="cpu", plain=True))
     assert abs(expected.loss_last - found["loss_last"]) < 5e-3
     assert abs(expected.held_out_loss - found["held_out_loss"]) < 5e-3
     ours, theirs = (load_trained(tmp_path / one)[0] for one in ("cuda", "cpu"))
     assert np.linalg.norm(ours - theirs) < 1e-2 * np.linalg.norm(theirs)
+    failing = {modelled_gpu.FAIL_VARIABLE: "250"}  # in the second step
+    code, again, lines = _run(_options(tmp_path / "failing", data), 2, restarts=2, **failing)
+    assert code == 0 and "uncorrectable ECC" in "".join(lines), lines
+    assert again["weights_sha256"] == found["weights_sha256"], "in a new process, with a new context"
 
 
 def test_a_gpu_that_is_too_small_ends_the_job_before_it_begins(data: Path, tmp_path: Path) -> None:

@@ -61,6 +61,18 @@ class Flags:
 FLAGS: Final = Flags()
 
 
+class Block:
+    """Memory that returns to the pool when no array uses it any more."""
+
+    __slots__ = ("address", "nbytes", "pool")
+
+    def __init__(self, pool: dict[int, list[int]], nbytes: int, address: int) -> None:
+        self.pool, self.nbytes, self.address = pool, nbytes, address
+
+    def __del__(self) -> None:
+        self.pool[self.nbytes].append(self.address)
+
+
 class DeviceArray:
     """A contiguous array of a device. base: keeps its memory."""
 
@@ -72,7 +84,7 @@ class DeviceArray:
         address: int,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        base: object,
+        base: Block,
     ) -> None:
         self.executor, self.address, self.shape, self.dtype, self.base = executor, address, shape, dtype, base
         self.size = math.prod(shape)

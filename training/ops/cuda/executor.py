@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.ops.cuda.compiler import Compiler
-from zbmd.training.ops.cuda.device_array import DeviceArray, Out
+from zbmd.training.ops.cuda.device_array import Block, DeviceArray, Out
 from zbmd.training.ops.cuda.table import BY_NAME, PORTABLE, compile_source
 from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes, ModuleImage, OutOfDeviceMemory
 from zbmd.transport.errors import UserError
@@ -73,18 +73,6 @@ def size_class(nbytes: int) -> int:
     """Return the bytes that are allocated for an array of `nbytes`."""
     grain = _GRAIN if nbytes < _LARGE else 2 * _LARGE
     return max(1, -(-nbytes // grain)) * grain
-
-
-class _Block:
-    """Memory that returns to the pool when no array uses it any more."""
-
-    __slots__ = ("address", "nbytes", "pool")
-
-    def __init__(self, pool: dict[int, list[int]], nbytes: int, address: int) -> None:
-        self.pool, self.nbytes, self.address = pool, nbytes, address
-
-    def __del__(self) -> None:
-        self.pool[self.nbytes].append(self.address)
 
 
 @dataclass(slots=True)
@@ -162,7 +150,7 @@ class Executor:
             address = kept.pop()
         except IndexError:
             address = self._allocate(nbytes)
-        return DeviceArray(self, address, extents, kind, _Block(self._free, nbytes, address))
+        return DeviceArray(self, address, extents, kind, Block(self._free, nbytes, address))
 
     def zeros(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike) -> DeviceArray:
         """Return a new array of zeros."""

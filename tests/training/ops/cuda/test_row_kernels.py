@@ -91,7 +91,9 @@ def test_activations(kind: str, name: str) -> None:
     finite = np.isfinite(wide(x))
     close(y[finite], expected[finite], kind)
     close(dx[finite], dx_expected[finite], kind)
-    assert not np.isfinite(wide(y)[[1, 5]]).any()
+    special = [1, 5, 9]  # NaN, inf, -inf: GELU of the last is NaN, as in PyTorch
+    same(y[special], expected.astype(y.dtype)[special])
+    same(dx[special], dx_expected.astype(dx.dtype)[special])
 
 
 @BOTH

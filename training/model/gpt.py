@@ -126,7 +126,7 @@ class GPT:
         self.recompute = recompute
         self.xp = xp
         self.layout = ParameterLayout.of(parameter_shapes(config))
-        self._ops: Any = getattr(xp, "operators_of_device", ops)
+        self._ops: Any = vars(xp).get("operators_of_device", ops)
         """The ops by their names in `zbmd.training.ops`; a device has its own."""
         self.operators = Operators.of(self._ops, config)
         self.distance_bias = self._distance_bias(np.float32)

@@ -128,7 +128,7 @@ class DeviceArray:
         return DeviceArray(self.executor, self.address + start * each, shape, self.dtype, self.base)
 
     def __setitem__(self, rows: slice | EllipsisType, value: object) -> None:
-        target = self if rows is Ellipsis else self[rows]
+        target = self if isinstance(rows, EllipsisType) else self[rows]
         if isinstance(value, DeviceArray):
             self.executor.copy(target, value)
         elif isinstance(value, np.ndarray):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.devices.cuda_model import ModelHost
-from support.devices.cuda_model_launches import ModelLaunch
+from support.devices.cuda_model_launches import ModelLaunch, RunKernel
 from support.devices.kernel_numbers import by_interpreter, by_numpy, nothing_compiled
 from support.devices.ptx_programs import compiler
 
@@ -43,8 +43,8 @@ GPT2 = replace(OURS, family="gpt2", activation="gelu", dropout=0.1)
 NOISE = Noise(3, 1, np.array([5, 9]))
 
 
-def _executor(**settings: Any) -> Executor:
-    host = ModelHost(devices=1, **{"run_kernel": by_numpy, **settings})
+def _executor(*, run_kernel: RunKernel = by_numpy, seed: int = 0, memory_bytes: int = 1 << 34) -> Executor:
+    host = ModelHost(devices=1, run_kernel=run_kernel, seed=seed, memory_bytes=memory_bytes)
     return Executor(host.process(), compile=nothing_compiled)
 
 

@@ -62,6 +62,8 @@ LOST: Final = re.compile(r"are lost together|is lost before rank \d+ had a copy"
 """The words of a loop that ends since a shard and its copy are gone."""
 LATE: Final = re.compile(r"finished (?:its|their) script: no process group")
 """The words of a replacement that finds the others gone."""
+OUTSIDE: Final = re.compile(r"in tell_whole\n.*MembersLost", re.DOTALL)
+"""Of a script that has met a loss in its own operations, before or after the loop: nothing repeats those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,8 @@ def verdict_on_end(setting: LoopSetting, fault: str, error: str, wanted: Collect
     """Return what to think of a run that did not succeed. error: why, and what its ranks said."""
     if setting.kind == "fsdp" and len(faults.parse(fault)) > 1 and LOST.search(error):
         return "lost, and said so"
+    if setting.shrinks and OUTSIDE.search(error):
+        return "late, and said so"
     told, living = set(reports_in(error.splitlines())), of_living(wanted, fault)
     return "late, and said so" if LATE.search(error) and living and living <= told else "failed"
 

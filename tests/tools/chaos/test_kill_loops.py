@@ -67,6 +67,13 @@ def test_a_loop_may_end_where_nobody_is_left_to_recover_from(
     assert verdict_on_end(setting, fault, "\n".join(said), WANTED) == verdict
 
 
+@pytest.mark.parametrize(("shrinks", "verdict"), [(True, "late, and said so"), (False, "failed")])
+def test_a_script_may_end_by_a_loss_outside_of_its_loop(shrinks: bool, verdict: str) -> None:
+    setting = LoopSetting(kind="fsdp", mode="plain", shrinks=shrinks)
+    said = "line 145, in tell_whole\n    whole = [\nDistBackendError: MembersLost: peer rank0 lost"
+    assert verdict_on_end(setting, "rank0:loop.done:8", said, WANTED) == verdict
+
+
 def test_kills_of_loops_are_drawn_alone_and_in_pairs() -> None:
     setting, passes = LoopSetting(kind="ddp", mode="plain"), [{"loop.begin": 9, "collective.point": 99}] * 3
     cases = drawn(setting, passes, 40, 1)

@@ -275,8 +275,7 @@ class Job(Generic[ResultT]):
                 if found is not None:
                     self._take_notes(found)
             if self._options.checkpoints:
-                kept = None if self._task.resizes else trainer.kept  # it would have another block by then
-                self._checkpoints.state_in(kept, self._worker)
+                self._checkpoints.state_in(None if self._task.resizes else trainer.kept, self._worker)
             self._keeper = self._keeper_of(trainer, groups.world)
         return self._keeper
 
@@ -288,10 +287,7 @@ class Job(Generic[ResultT]):
         return trainer
 
     def _resized(self) -> tuple[ResizableState, Sequence[Array], KeptState | None]:
-        """Return the state of a new trainer, for the number of ranks of this view, and room for copies.
-
-        With it what outlives this rank, if that is where it lies.
-        """
+        """Return a new trainer's state for this view, room for copies, and the memory that outlives it."""
         made = self._remade()
         assert isinstance(made.shard, ResizableState), "a task that resizes has such a state"
         kept = None if made.kept is None else self._kept_state(made.kept)

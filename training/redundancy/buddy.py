@@ -186,9 +186,9 @@ class BuddyReplica(RedundancyDriver):
         self._on_found = on_found
         self._meeting: CutMeeting | None = None
         self._orphans: Sequence[FoundState] = ()
-        """What dead ranks have left, and this one reports."""
+        """States that dead ranks left, and this one reports."""
         self._predecessors: list[FoundState] | None = None
-        """What the process before this one has left; None until it is looked for."""
+        """States that the process before this one left; None until they are looked for."""
         self.busy_ns = 0
         """Total duration of copies, in parallel to the passes."""
         self.waited_ns = 0

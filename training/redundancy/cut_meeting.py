@@ -1,4 +1,4 @@
-"""What the members of a new epoch report of a state that is recut, with what dead ranks have left.
+"""The reports of the members of a new epoch of a state that is recut, and of what dead ranks left.
 
 A rank that has ended may have left its state in a file, or in memory that its launcher and the snapshot
 process of its host keep. Nobody reads that on another host. So on each host the lowest rank reports what no
@@ -78,7 +78,7 @@ class CutMeeting:
         mades = {rank: int(one[-1]) for rank, one in zip(everyone.members, said, strict=True) if one[-2]}
         here = [rank for rank in mades if hosts[rank] == hosts[me]]
         self.orphans: list[FoundState] = list(left)
-        """What dead ranks have left on this host, if this rank reports it."""
+        """States that dead ranks left on this host, if this rank reports them."""
         if me in mades and me == min(here):
             used = set[Name]().union(*(_names_in(rows[rank], made) for rank, made in mades.items()))
             self.orphans += found(used, everyone.members)

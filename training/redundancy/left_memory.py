@@ -1,4 +1,4 @@
-"""What ranks that have ended left in memory of a state that is recut: the own predecessor, and other dead.
+"""The memory of ranks that have ended, of a state that is recut: of the own predecessor, and of others.
 
 A rank's own predecessor has left it in the arena that this rank has now. The memory of others, which are not
 replaced, is held by the snapshot process of the host.

@@ -370,8 +370,9 @@ class _Bytes:
 def _kept_seeds() -> tuple[bytes, ...]:
     memory = _Bytes(TABLE_BYTES + _KEPT_BYTES)
     blocks = KeptBlocks(Arena(memory, TABLE_BYTES, _KEPT_BYTES), memory, 0)
-    for name, nbytes in (("state", 4096), ("other", 100)):
+    for name, nbytes in (("state", 4096), ("other", 100), ("fourth", 200), ("fifth", 300)):
         blocks.block(name, nbytes)
+    blocks.release("other")
     return (memory.array[:TABLE_BYTES].tobytes(), b"")
 
 
@@ -386,6 +387,11 @@ def _kept(data: bytes) -> None:
     arena = Arena(memory, TABLE_BYTES, _KEPT_BYTES, was_used=True)
     blocks = KeptBlocks(arena, memory, 0)
     found = list[tuple[int, int]]()
+    if blocks.left("fourth"):
+        blocks.peek("fourth", 64)
+        blocks.release("fourth")
+    if blocks.has("fourth"):
+        raise Broken("a block that was given back is listed")
     for name, nbytes in (("state", 4096), ("other", 100), ("third", 1 << 10)):
         try:
             block, _ = blocks.block(name, nbytes)

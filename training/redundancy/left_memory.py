@@ -92,7 +92,7 @@ def left_by_dead(worker: Worker, living: Collection[int], known: int) -> list[Fo
     That of a process that is still ending is waited for.
     """
     found = list[FoundState]()
-    for address in find_holders():
+    for address in find_holders(job=worker.job) or find_holders():  # on several hosts it has its own number
         with contextlib.suppress(PeerLost, RemoteProtocolError, OSError):
             line = HolderLine(address.name)
             try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,7 +27,7 @@ STEPS = 3
 
 
 def _options(out: Path, data: Path, **changes: Any) -> TrainOptions:
-    given = {
+    given: dict[str, Any] = {
         "mesh": "dp=-1",
         "model": MODEL,
         "training": TrainingConfig(steps=STEPS, shards=4, sequences_per_shard=1),
@@ -39,7 +41,11 @@ def _options(out: Path, data: Path, **changes: Any) -> TrainOptions:
 
 
 def _run(
-    options: TrainOptions, ranks: int, *, restarts: int = 0, **environment: str
+    options: TrainOptions,
+    ranks: int,
+    *,
+    restarts: int = 0,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, dict[str, Any], list[str]]:
     """Return the exit code, the result and the lines of a job."""
     output = RanksOutput(None)
@@ -48,7 +54,7 @@ def _run(
         arguments=(options.encode(),),
         world_size=ranks,
         max_restarts=restarts,
-        environment=environment,
+        environment=dict(environment),
     )
     ended = asyncio.run(ended_within(Host(config, output=output, observer=output), 300.0))
     results = [one for one in output.reports if one.get("kind") == "result"]
@@ -78,13 +84,13 @@ def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, t
     ours, theirs = (load_trained(tmp_path / one)[0] for one in ("cuda", "cpu"))
     assert np.linalg.norm(ours - theirs) < 1e-2 * np.linalg.norm(theirs)
     failing = {modelled_gpu.FAIL_VARIABLE: "250"}  # in the second step
-    code, again, lines = _run(_options(tmp_path / "failing", data), 2, restarts=2, **failing)
+    code, again, lines = _run(_options(tmp_path / "failing", data), 2, restarts=2, environment=failing)
     assert code == 0 and "uncorrectable ECC" in "".join(lines), lines
     assert again["weights_sha256"] == found["weights_sha256"], "in a new process, with a new context"
 
 
 def test_a_gpu_that_is_too_small_ends_the_job_before_it_begins(data: Path, tmp_path: Path) -> None:
     given = {modelled_gpu.MEMORY_VARIABLE: str(1 << 20)}
-    code, _, lines = _run(_options(tmp_path / "small", data), 1, **given)
+    code, _, lines = _run(_options(tmp_path / "small", data), 1, environment=given)
     assert code != 0
     assert any("the training does not fit the GPU: 1 rank needs" in line for line in lines), lines

@@ -191,7 +191,7 @@ class Watch:
 
     @contextmanager
     def lasting(self) -> Generator[None]:
-        """What comes meanwhile may stay until the process ends: the runtime of a library."""
+        """Let what comes meanwhile stay until the process ends: the runtime of a library."""
         before = Holdings.now()
         yield
         self.lasting_things.update(Holdings.now().since(before))

@@ -186,8 +186,8 @@ def begun(
 ) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     """Fork the template of this host's ranks; return what runs them there, to the exit code.
 
-    variables: for the ranks; record: takes what becomes of them; speed: of this host, if it was measured. Call
-    it on the main thread, ahead of any loop; see `fork_template`.
+    variables: for the ranks; record: takes what becomes of them; speed: of this host, if it was measured.
+    Call it on the main thread, ahead of any loop; see `fork_template`.
     """
     from zbmd.tools.node.dashboard import opened
 

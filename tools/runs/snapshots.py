@@ -21,7 +21,7 @@ from zbmd.training.checkpoint.storage import storage_of, url_of
 from zbmd.training.checkpoint.verified import each_checkpoint
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.redundancy.holdings import SLOTS
-from zbmd.training.redundancy.stamped import STATE_BLOCKS, StampedSlots, digest_of, slots_in
+from zbmd.training.redundancy.stamped import STATE_BLOCKS, StampedSlots, StateName, digest_of, slots_in
 from zbmd.training.run.ledger import LOG_NAME, has_log, read_record
 from zbmd.training.sharded.options import RECIPE_NAME
 from zbmd.transport.clock.deadlines import format_duration
@@ -86,11 +86,16 @@ def held_runs(holders: list[HolderAddress], directory: Path | None) -> Iterator[
         )
 
 
+def _slots_of(memory: int) -> list[tuple[StateName, StampedSlots]]:
+    """Return the versions that lie in the memory of a rank: in more than one block while a state is recut."""
+    blocks = (block_of(memory, name) for name in STATE_BLOCKS)
+    return [one for one in map(slots_in, filter(None, blocks)) if one is not None]
+
+
 def _in_memory(found: Snapshots, directory: Path | None) -> Iterator[HeldVersion]:
     where = f"process {found.pid}"
     for rank, memory in sorted(found.memory.items()):
-        blocks = (block_of(memory, name) for name in STATE_BLOCKS)  # more than one while a state is recut
-        held = [one for one in map(slots_in, filter(None, blocks)) if one is not None]
+        held = _slots_of(memory)
         if not held:
             yield HeldVersion(
                 tier=MEMORY, rank=rank, version=None, nbytes=0, age_s=None, state=WRITTEN, where=where
@@ -120,9 +125,9 @@ def newest_in_memory(directory: Path) -> dict[int, tuple[int, float | None]]:
             continue
         with contextlib.closing(found):
             for rank, memory in found.memory.items():
-                block = block_of(memory, STATE_BLOCK)
-                held = None if block is None else slots_in(block)
-                versions = [] if held is None else [held[1].version_in(slot) for slot in range(SLOTS)]
+                versions = [
+                    slots.version_in(slot) for (_, slots), slot in product(_slots_of(memory), range(SLOTS))
+                ]
                 whole = [version for version in versions if version is not None]
                 if whole:
                     newest[rank] = max([*whole, newest.get(rank, 0)])

@@ -567,8 +567,8 @@ class Job(Generic[ResultT]):
 
     def _note(self, record: CommitRecord, done: StepResult) -> None:
         """Report a step that is logged, and note what it took."""
-        scaled = {"loss_scale": done.loss_scale, "skipped": float(done.skipped)}
-        scaled = scaled if done.loss_scale != 1.0 else {}
+        scales = {"loss_scale": done.loss_scale, "skipped": float(done.skipped)}
+        scaled = scales if done.loss_scale != 1.0 else {}
         self._worker.report({**step_report(record, done.grad_norm), **scaled})
         values = {"loss": done.loss, "grad_norm": done.grad_norm, **self._task.metrics(done), **scaled}
         self._opened_records().put(record.version, **values)
@@ -588,8 +588,7 @@ class Job(Generic[ResultT]):
                 self._log.append(missing.record)
                 self._note(missing.record, missing.done)
             elif logged > max(self._log.first, self._opened_records().last_step("loss")):
-                done = self._result_of(logged)
-                if done is not None:
+                if (done := self._result_of(logged)) is not None:
                     self._note(self._log.record(logged), done)
             self._results.in_log(logged if missing is None else missing.record.version)
         world.blocking.barrier()

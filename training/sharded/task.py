@@ -136,7 +136,7 @@ class EngineTask(Task[TrainResult]):
         self._options, self._config, self._corpus = options, config, corpus
         self._worker, self._again, self._fewest = worker, again, fewest
         self._executor, self._launches = executor, 0
-        """What computes in the place of numpy, and the kernels that it had launched after the last step."""
+        """The executor that computes in the place of numpy, and its count of launches after the last step."""
         self._shrinks = fewest < mesh.world_size
         self.resizes = self._shrinks and options.recuts(mesh)
         self._stages, self._rings = options.stages, RingRoom()

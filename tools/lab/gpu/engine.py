@@ -72,7 +72,7 @@ def gradients(run: Executor, config: GPTConfig = SMALL) -> str:
     if not worst < ERROR_MOST or not abs(found_loss - loss) < 1e-2 * abs(loss):
         raise UserError(f"gradients differ by {worst:.1e} of {where}'s, losses are {found_loss} and {loss}")
     if found.tobytes() != again.tobytes():
-        raise UserError("a second pass over the same inputs has other bits")
+        raise UserError("two passes over the same inputs differ in bits")
     return f"gradients within {worst:.1e} of the processor's; the same bits again; {launches} launches a pass"
 
 

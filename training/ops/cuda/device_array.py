@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 
 class ArrayExecutor(Protocol):
-    """What an array asks of its executor; see `zbmd.training.ops.cuda.executor.Executor`."""
+    """The part of an executor that arrays use; see `zbmd.training.ops.cuda.executor.Executor`."""
 
     @property
     def stream(self) -> int:

@@ -1,4 +1,4 @@
-"""Which device a rank gets, and the errors of what cannot be had."""
+"""The choice of a rank's device, and the errors of devices that cannot be had."""
 
 from __future__ import annotations
 

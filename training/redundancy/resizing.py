@@ -192,6 +192,8 @@ class ResizingMirror:
         """The holdings of the cut before, while they count."""
         self._given: tuple[tuple[int, int], ...] = ()
         """The parts that others read here while the state is recut, and their digests."""
+        self._epoch = NEVER
+        """The last one that was entered."""
         self._at = place
         """The place in the last epoch, behind those of its members if this rank had none among them."""
         self.chosen = first
@@ -232,7 +234,8 @@ class ResizingMirror:
         ranks, mirror, everyone = len(event.held), self.mirror, (*event.held, *event.beside)
         if mirror.state is not State.WAITING:
             raise LocalProtocolError(f"an epoch was entered in state {mirror.state.value}")
-        if len(event.hosts) != ranks or not 0 <= event.place < len(everyone):
+        before, self._epoch = self._epoch, event.epoch
+        if len(event.hosts) != ranks or not 0 <= event.place < len(everyone) or event.epoch <= before:
             raise LocalProtocolError(f"{ranks} ranks, with hosts {event.hosts}, in epoch {event.epoch}")
         for one in everyone:
             _require_possible(one)

@@ -587,9 +587,10 @@ class Job(Generic[ResultT]):
             if missing is not None:
                 self._log.append(missing.record)
                 self._note(missing.record, missing.done)
-            elif logged > max(self._log.first, self._opened_records().last_step("loss")):
-                if (done := self._result_of(logged)) is not None:
-                    self._note(self._log.record(logged), done)
+            elif logged > max(self._log.first, self._opened_records().last_step("loss")) and (
+                done := self._result_of(logged)
+            ):
+                self._note(self._log.record(logged), done)
             self._results.in_log(logged if missing is None else missing.record.version)
         world.blocking.barrier()
 

@@ -576,8 +576,7 @@ class Job(Generic[ResultT]):
     def _agree_on_log(self, world: Group, version: int, logged: int) -> None:
         """Log what is committed, if the last writer did not live to do it; tell newcomers what it reported.
 
-        That may be the version before `version`, if all ranks have come that far; any member may have to log
-        the next one. logged: the last version in the log.
+        That may be the version before `version`; any member may have to log it. logged: the last that is.
         """
         self._share(self._meeting(world), version)
         if self._is_lowest():

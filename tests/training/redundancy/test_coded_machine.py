@@ -257,20 +257,19 @@ def test_a_rebuilt_shard_with_another_digest_ends_the_run() -> None:
     assert isinstance(failed, zm.Fail) and "memory or a link has erred" in failed.reason
 
 
-def test_parities_that_are_not_what_was_voted_for_are_not_used_and_encoded_again() -> None:
+@pytest.mark.parametrize("damaged", range(1, 6))
+def test_parities_that_are_not_what_was_voted_for_are_not_used_and_encoded_again(damaged: int) -> None:
     """A lost rank, and parities of another one whose memory has erred, are two of the two that may be."""
-    made = Code(data=4, parity=2, nbytes=NBYTES, room=NBYTES)
-    for damaged in range(1, 6):
-        job = Job(6, made, random.Random(1))
-        job.enter()
-        assert job.step(1000) and not job.step(18), "all have voted for version 1"
-        job.kill((0,), moved=False)
-        job.ranks[damaged].parities[1][3] ^= 1
-        assert job.enter()
-        machine = job.ranks[damaged].machine
-        assert machine.version == 1 and machine.copies[1] is None
-        assert sum(rank.machine.copies[1] is None for rank in job.ranks) == 2
-        assert job.step(1000) and machine.copies[1] is not None
+    job = Job(6, Code(data=4, parity=2, nbytes=NBYTES, room=NBYTES), random.Random(1))
+    job.enter()
+    assert job.step(1000) and not job.step(18), "all have voted for version 1"
+    job.kill((0,), moved=False)
+    job.ranks[damaged].parities[1][3] ^= 1
+    assert job.enter()
+    machine = job.ranks[damaged].machine
+    assert machine.version == 1 and machine.copies[1] is None
+    assert sum(rank.machine.copies[1] is None for rank in job.ranks) == 2
+    assert job.step(1000) and machine.copies[1] is not None
     job.kill((0, 1, 2), moved=False)
     assert not job.enter(), "and three are too many"
 

@@ -19,7 +19,7 @@ import pytest
 
 from support.cluster import cluster_template
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 180.0
 BUDGET = "400ms"
 
 

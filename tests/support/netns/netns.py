@@ -16,7 +16,7 @@ import pytest
 
 from zbmd.tools.lab.hosts.netns import Lab, LabHost, why_not
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 PEER = str(Path(__file__).with_name("netns_peer.py"))
 
 

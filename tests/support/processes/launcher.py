@@ -21,7 +21,7 @@ import pytest
 from support.processes.forked_command import run_forked
 from zbmd.transport.host.files import remove_leftovers
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 MARKER = "ZBMD_TEST_LAUNCH"
 
 

@@ -53,7 +53,8 @@ def net():
 
 
 def train(model, steps, **zero):
-    # Returns the bits of the gradients of each step, and the bytes that the last one has staged.
+    # Returns the bits of the gradients of each step, and the bytes that all ranks have staged in the last one:
+    # who comes last reads what the others have staged, and stages nothing.
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(me)
     found = []
     for _ in range(steps):
@@ -64,7 +65,9 @@ def train(model, steps, **zero):
         local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
         found.append([gradient.clone() for gradient in local])
         optimizer.step()
-    return found, staged() - before
+    counts = torch.tensor([staged() - before])
+    dist.all_reduce(counts)
+    return found, counts.item()
 
 
 def same(one, other):

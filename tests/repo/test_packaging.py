@@ -57,13 +57,13 @@ NODE_COMMANDS = (
 )
 COMMANDS = (
     *("demo", "train", "generate", "ledger", "plot", "replay", "flights", "profile", "goodput", "snapshots"),
-    "inject",
+    *("diagnose", "inject"),
     *("trace", "query", "export", "dashboard", "checkpoint", "checkpoint convert", "plan"),
     *("plan pipeline", "sim", "sim hunt", "sim run", "sim list", "sim collectives"),
     *("bench", "bench p2p", "bench put", "bench collectives", "bench detect", "bench actors"),
 )
 
-PROBE = PROGRAMS / "wheel_probe.py"
+PROBE = PROGRAMS / "launched" / "wheel_probe.py"
 """Runs in the empty environment."""
 
 pytestmark = pytest.mark.slow

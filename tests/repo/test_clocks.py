@@ -23,6 +23,8 @@ READERS = {
     "actors/process/log.py": "the time of a line of the log",
     "collectives/group/flight_dump.py": "when a dump was taken, beside the monotonic clock",
     "collectives/torch/flights.py": "when calls began, in the dump of PyTorch's recorder",
+    "tools/lab/faults/slow.py": "when a drawn run began, beside the monotonic clock",
+    "tools/node/recorder.py": "when a launch began, beside the monotonic clock",
     "tools/telemetry/otlp.py": "the stamp of metrics that are sent",
     "training/profiler/metrics.py": "the stamps of a file of metrics, which tell processes of a rank apart",
     "training/profiler/profiler.py": "when a run began, beside the monotonic clock",

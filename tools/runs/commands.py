@@ -21,10 +21,8 @@ from zbmd.training.data.token_corpus import TokenCorpus, read_manifest
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.model.generate import generate, generate_tokens
 from zbmd.training.model.gpt import GPT
-from zbmd.training.ops.cuda.module import DeviceModule
 from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log, read_record
 from zbmd.training.run.loop_steps import LoopPlan
-from zbmd.training.sharded.devices import open_for_generation, parse_device
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.torch.audit import audit_loop
 from zbmd.transport.errors import UserError
@@ -77,6 +75,9 @@ def _corpus_of(directory: Path, plan: Plan) -> Corpus:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from zbmd.training.ops.cuda.module import DeviceModule
+    from zbmd.training.sharded.devices import open_for_generation, parse_device
+
     path: Path = arguments.weights
     params, config, step = load_trained(path)
     print(f"weights of step {step} from {path}", file=sys.stderr)

@@ -246,7 +246,8 @@ BAD_SETTINGS = [
 @pytest.mark.parametrize(("arguments", "what"), BAD_SETTINGS, ids=[" ".join(c[0]) for c in BAD_SETTINGS])
 def test_a_setting_that_cannot_be_is_told_once(launcher: Launcher, arguments: list[str], what: str) -> None:
     directory = launcher.directory
-    (directory / "script.py").touch()
+    (directory / "script.py").write_text("import asyncio, zbmd\nasync def main():\n"
+        "    async with zbmd.join():\n        pass\nasyncio.run(main())\n")  # fmt: skip
     (directory / "closed").mkdir(mode=0o500)
     (directory / "closed.toml").touch(mode=0)
     (directory / "type.toml").write_text("arena = '1MiB'\nmax_restarts = true\n")
@@ -410,6 +411,7 @@ if may_mount():
                 "commits.zlog",
                 "corpus.bin",
                 "data.json",
+                "launches",
                 "metrics.jsonl",
                 "profile",
                 "recipe.toml",

@@ -53,8 +53,8 @@ def net():
 
 
 def train(model, steps, **zero):
-    # Returns the bits of the gradients of each step, and the bytes that all ranks have staged in the last one:
-    # who comes last reads what the others have staged, and stages nothing.
+    # Returns the bits of the gradients of each step, and the bytes that all ranks together have staged in the
+    # last one: a rank that comes last reads those of the others, and stages nothing.
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(me)
     found = []
     for _ in range(steps):

@@ -85,8 +85,8 @@ def _is_for_the_job(url: str) -> bool:
 def meet(timeout: timedelta) -> tuple[Any, int, int]:
     """Return a store of the members of the newest view, this process's rank among them, and their number.
 
-    Waits for the replacements of lost ranks. Raises `DeadlineExceeded`, and `UserError` once a rank has
-    finished.
+    Waits for the replacements of lost ranks. Raises `DeadlineExceeded`, and `ScriptsEnded` once a rank
+    has finished.
     """
     met, store = _meet(timeout)
     world().keep(met)

@@ -9,7 +9,7 @@ import asyncio
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from zbmd.actors.process.exit import at_script_end
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.losses import unless_lost
 from zbmd.actors.rank.member import Worker, join
+from zbmd.actors.view import MemberId, View
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.group.direct import open_direct
 from zbmd.collectives.group.group import Group, group
@@ -49,6 +50,22 @@ class Met:
 
     group: Group
     address: str
+
+
+class ScriptsEnded(UserError):
+    """Ranks have finished their scripts: no process group can be made any more. view: that says so."""
+
+    def __init__(self, members: Sequence[int], view: View) -> None:
+        whose = "its" if len(members) == 1 else "their"
+        super().__init__(f"{named(members)} finished {whose} script: no process group can be made any more")
+        self.view = view
+
+    def lost_of(self, members: Collection[MemberId]) -> tuple[int, ...]:
+        """Return the ranks of those of `members` that have ended otherwise."""
+        left = {*self.view.ids}
+        return tuple(
+            each.rank for each in members if each not in left and each.rank not in self.view.finished
+        )
 
 
 class World:
@@ -126,7 +143,7 @@ class World:
     def meet(self, timeout_s: float, *, after: int) -> Met:
         """Make the group of all members of a view with an epoch greater than `after`; all members call this.
 
-        Raises what `Group.subgroup` raises, and `UserError` if a rank has finished its script.
+        Raises what `Group.subgroup` raises, and `ScriptsEnded` if a rank has finished its script.
         """
         return self.start(self._meet(timeout_s, after)).result()
 
@@ -198,7 +215,7 @@ class World:
         absent = [member for member in members if member not in base.members]
         finished = [member for member in absent if member in base.view.finished]
         if finished:
-            raise _finished(finished)
+            raise ScriptsEnded(finished, base.view)
         if absent:
             raise UserError(f"{named(absent)} is not in the job now: {list(base.members)} are")
 
@@ -214,7 +231,7 @@ class World:
         if self._is_over(base, worker):
             finished = [member for member in base.members if member in worker.latest.finished]
             if finished:
-                raise _finished(finished)
+                raise ScriptsEnded(finished, worker.latest)
             raise self._loss_in(base, worker)
         return base
 
@@ -294,11 +311,6 @@ _world: World | None = None
 _guard = threading.Lock()
 _registered_in = 0
 """The process whose script's end ends its world."""
-
-
-def _finished(members: Sequence[int]) -> UserError:
-    whose = "its" if len(members) == 1 else "their"
-    return UserError(f"{named(members)} finished {whose} script: no process group can be made any more")
 
 
 def world() -> World:

@@ -9,6 +9,8 @@ In some runs the dead stay away, and the loop goes on with the others (`--on-los
 rank comes late, and is taken in between two steps, once a vote has asked for it. The shares of a batch are
 divided among those that take part.
 
+A rank that is lost in the last vote may leave survivors that have not seen it, and meet nobody again.
+
 Checked: a version has one content, whoever has made it, from whole gradients of its predecessor, which have
 each share of the batch once; the steps of a living rank end once each, in order; a replacement or newcomer
 has the state of a rank that was where a step begins. The state is lost only with all ranks that had it. Once
@@ -60,6 +62,8 @@ class LoopWorld:
     left: dict[MemberId, tuple[int, int]] = field(default_factory=dict[MemberId, tuple[int, int]])
     """The last group that a member has given up."""
     finished: set[int] = field(default_factory=set[int])
+    ended_well: set[MemberId] = field(default_factory=set[MemberId])
+    """Those that have finished their scripts."""
     in_loop: set[MemberId] = field(default_factory=set[MemberId])
     """Those that have, or have had, the state."""
     ended: dict[MemberId, int] = field(default_factory=dict[MemberId, int])
@@ -181,6 +185,11 @@ class LoopRank(MemberProcess):
     def _enter(self, now_ns: int) -> list[sim.Effect[Message]]:
         if not self._may_enter():
             return []
+        if self.known.finished and self.begun and not self.world.state_lost:
+            left, self.waits = {*self.known.ids, *self.world.ended_well}, False
+            self.world.ways.add("ends without votes")
+            ended = tx.Ended(lost=not left.issuperset(self.members), reason="others have finished")
+            return self._perform(self._handle(ended), now_ns)
         if self.known.finished:
             self.world.finished.add(self.member.rank)  # the run has ended; who is replaced now learns it
             return [sim.Exit()]
@@ -220,7 +229,9 @@ class LoopRank(MemberProcess):
 
     def _is_doomed(self, meeting: Meeting) -> bool:
         gave_up = any(self.world.left.get(m, (0, 0)) >= self.group for m in meeting.members)
-        return meeting.withdrawn or gave_up or not (self.lost | self.parted).isdisjoint(meeting.members)
+        # A rank that finishes its script has ended its meetings, and so completes them on the others.
+        gone = {m for m in self.lost | self.parted if not (meeting.complete and m in self.world.ended_well)}
+        return meeting.withdrawn or gave_up or not gone.isdisjoint(meeting.members)
 
     def _meeting(self, stage: Stage) -> Meeting:
         members = tuple(member for member in self.members if member.rank in stage.ranks)
@@ -396,6 +407,7 @@ class LoopRank(MemberProcess):
         self.world.ended[self.member] = version
         if version >= self.world.options.steps:
             self.world.finished.add(self.member.rank)
+            self.world.ended_well.add(self.member)
             return [sim.Exit()]
         return self._begin("grow" if self.grows else "gradients", now_ns)
 

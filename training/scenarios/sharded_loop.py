@@ -203,7 +203,8 @@ class ShardRank(LoopRank):
 
     def _is_doomed(self, meeting: Meeting) -> bool:
         # Others may have gone to a newer view before this rank has made further groups of the old one.
-        return super()._is_doomed(meeting) or (self.round > 1 and self.known.epoch > self.entered)
+        makes = self.stages[0].name == "standings" and self.round > 1
+        return super()._is_doomed(meeting) or (makes and self.known.epoch > self.entered)
 
     def _lives_on(self) -> bool:
         return (self.lost | self.parted).isdisjoint(self.members)

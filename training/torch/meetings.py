@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
+from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, LoopLost
+from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, LoopLost, Standing
 from zbmd.collectives.torch.rendezvous import come_together
+from zbmd.collectives.torch.world import ScriptsEnded, world
 from zbmd.training.run.journal import captured_machine
 from zbmd.training.torch import points
 from zbmd.training.torch import transaction as tx
@@ -25,6 +29,8 @@ from zbmd.training.torch.transfer import described, own_tensors
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
+
+dist: Any = importlib.import_module("torch.distributed")
 
 log: Final = structlog.stdlib.get_logger("zbmd.torch")
 
@@ -72,6 +78,11 @@ class Meetings:
         return self._shrinks and latest.epoch > self.epoch and len(latest.members) > self._state.ranks
 
     @property
+    def is_over(self) -> bool:
+        """Whether others have finished their scripts: nobody meets again, and this rank has not all votes."""
+        return self.machine.phase is tx.Phase.ENDED
+
+    @property
     def epoch(self) -> int:
         """The epoch of the view in which all have met last."""
         return self.exchange.group.epoch
@@ -108,7 +119,7 @@ class Meetings:
 
         after: see `come_together`. Raises `LoopLost`, and what cannot be mended by meeting again.
         """
-        began = now_ns()
+        began, voters = now_ns(), self.exchange.group.view.ids
         for _ in range(AGAIN_MAX):
             try:
                 self.do(tx.Cut())
@@ -120,6 +131,11 @@ class Meetings:
                 promoted = self._perform(self.do(self._met()))
                 if self.machine.phase in (tx.Phase.MEETING, tx.Phase.FRESH):
                     continue  # ranks that were behind promote, and then meet again
+            except ScriptsEnded as error:
+                self.do(tx.Ended(lost=bool(error.lost_of(voters)), reason=str(error)))
+                log.info("the loop ends: others have seen its last votes, and finished", reason=str(error))
+                self._state.rows = ()
+                return True
             except LOSSES as error:
                 CONTINUITY.note(error)
                 log.info("a rank was lost while the loop recovered: meet again", reason=str(error))
@@ -215,3 +231,18 @@ class Meetings:
     def _taken(self, version: int) -> None:
         self.do(tx.Taken(version=version))
         faults.hit(points.TAKE)
+
+
+def supervised() -> tuple[Worker, RankEnvironment]:
+    """Return this rank's worker and its launcher's settings. Raises `UserError` if it can have no loop."""
+    worker = world().worker
+    launched = RankEnvironment.read(os.environ)
+    if worker is None or launched is None or not dist.is_initialized() or not CONTINUITY.groups:
+        raise UserError(
+            'zbmd.torch.resilient() needs dist.init_process_group("zbmd") before it, and ranks that are '
+            "supervised: start them by `zbmd-node run SCRIPT`, or under torchrun, srun or mpirun by "
+            "`python -m zbmd.torch.run SCRIPT` (torchrun -m zbmd.torch.run SCRIPT)"
+        )
+    if CONTINUITY.standing is Standing.IN_LOOP:
+        raise UserError("zbmd.torch.resilient() was called twice: a process has one resilient loop")
+    return worker, launched

@@ -7,7 +7,6 @@ is given again, unless the step was committed. See `transaction` for the protoco
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,10 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from zbmd.actors.rank.environment import RankEnvironment
-from zbmd.actors.rank.member import Worker
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
-from zbmd.collectives.torch.world import world
 from zbmd.training.checkpoint.sharded import Piece
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.run.loop_steps import Drawn
@@ -30,7 +26,7 @@ from zbmd.training.torch.checkpoints import LoopCheckpoints, Options
 from zbmd.training.torch.ddp import ReplicatedShares
 from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp.gradients import ShardedShares
-from zbmd.training.torch.meetings import Meetings
+from zbmd.training.torch.meetings import Meetings, supervised
 from zbmd.training.torch.recorder import Recorder, claiming, plan_of
 from zbmd.training.torch.rollback import seed_all
 from zbmd.training.torch.saved import agreed_name, pieces_of, resume
@@ -80,7 +76,7 @@ class Run:
         seed: int | None,
         options: Options,
     ) -> None:
-        worker, launched = _supervised()
+        worker, launched = supervised()
         ranks = int(dist.get_world_size())
         self._options, self._shrinks = options, 0 < launched.ranks_min < launched.world_size
         self._state = LoopState(
@@ -438,7 +434,7 @@ class Run:
 
     def _reached(self) -> None:
         """A transaction has ended: begin a checkpoint, if it was a step after which one is due."""
-        if self._checkpoints is not None and self._is_step:
+        if self._checkpoints is not None and self._is_step and not self._meetings.is_over:
             asked = Wish(votes.asked_in(self._state.rows))
             self._checkpoints.reached(self._meetings.exchange.group, self.steps, asked, self._pieces)
 
@@ -499,16 +495,31 @@ class Run:
         state.committed(self._then)
         self._committed = True
         self._shares.at = 0
-        self.metrics = (
-            votes.means_of(state.rows, sorted(self._means[0] if self._means else ())) or self.metrics
-        )
-        if self._recorder is not None:
-            self._recorder.put(state.rows, CONTINUITY.epoch)
-        if self._checkpoints is not None:
-            self._checkpoints.voted(votes.reports_in(state.rows))
+        if self._meetings.is_over:
+            self._miss_votes()
+        else:
+            self._use_votes()
         if self._is_step:  # and not a save before one, whose batch is drawn
             self._drawn.clear()
         CONTINUITY.begin_tail(alone=promoted)
+
+    def _use_votes(self) -> None:
+        """Do what needs the votes of a transaction that is committed."""
+        rows, names = self._state.rows, sorted(self._means[0] if self._means else ())
+        self.metrics = votes.means_of(rows, names) or self.metrics
+        if self._recorder is not None:
+            self._recorder.put(rows, CONTINUITY.epoch)
+        if self._checkpoints is not None:
+            self._checkpoints.voted(votes.reports_in(rows))
+
+    def _miss_votes(self) -> None:
+        if self._is_step and (self._means[0] or self._recorder is not None):
+            warnings.warn(
+                f"step {self.steps} is the last one, and the ranks that have all votes for it have finished: "
+                "run.metrics has the means of the step before, and the ledger ends with that",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _recover(self) -> bool:
         """Meet the others; return whether the transaction under way is committed after all."""
@@ -524,6 +535,8 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         promoted = meeting()
+        if self._meetings.is_over:
+            return promoted
         self._divide_shares()
         if self._checkpoints is not None:
             self._checkpoints.enter(self._meetings.epoch, self._state.rank)
@@ -580,18 +593,3 @@ class Run:
             saves=votes.NOTHING_SAVED if checkpoints is None else checkpoints.report,
         )
         return self._meetings.exchange.gather(row)
-
-
-def _supervised() -> tuple[Worker, RankEnvironment]:
-    """Return this rank's worker and its launcher's settings. Raises `UserError` if it can have no loop."""
-    worker = world().worker
-    launched = RankEnvironment.read(os.environ)
-    if worker is None or launched is None or not dist.is_initialized() or not CONTINUITY.groups:
-        raise UserError(
-            'zbmd.torch.resilient() needs dist.init_process_group("zbmd") before it, and ranks that are '
-            "supervised: start them by `zbmd-node run SCRIPT`, or under torchrun, srun or mpirun by "
-            "`python -m zbmd.torch.run SCRIPT` (torchrun -m zbmd.torch.run SCRIPT)"
-        )
-    if CONTINUITY.standing is Standing.IN_LOOP:
-        raise UserError("zbmd.torch.resilient() was called twice: a process has one resilient loop")
-    return worker, launched

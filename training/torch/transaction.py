@@ -14,6 +14,11 @@ the highest version that somebody has.
 
 Nobody ever undoes a committed transaction.
 
+A rank that is lost in the last vote of a script may leave survivors of two kinds: those that have seen all
+votes finish their scripts, and cannot be met again; the others learn only that (`Ended`). All ranks run one
+script, so a rank that has finished has committed what this one has voted for: the commit counts (`Promote`).
+If no rank was lost, nothing has kept the votes from this rank: the others have not voted, and scripts differ.
+
 Where the state is sharded, the next rank is a rank's *buddy*: it keeps a copy of the shard, by making each
 update of its ward as well. So a rank first gets its ward's gradients (`Deliver`), and its vote says that it
 holds them. Delivery and vote are two operations: a delivery that has ended here may have failed at others.
@@ -67,6 +72,8 @@ class Phase(Enum):
     SHARING = "sharing"
     TAKING = "taking"
     DIVIDING = "dividing"
+    ENDED = "ended"
+    """Others have finished their scripts: the last transaction is committed, and no further one can be."""
     FAILED = "failed"
 
 
@@ -119,6 +126,14 @@ class Met:
 
     place: int
     reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Others have finished their scripts. lost: whether a rank of the last vote is lost."""
+
+    lost: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +263,9 @@ class Fail:
     parameter: int | None = None
 
 
-Event: TypeAlias = Prepared | Delivered | AllVoted | Cut | Met | Shared | Taken | Kept | Divided | Agreed
+Event: TypeAlias = (
+    Prepared | Delivered | AllVoted | Cut | Met | Ended | Shared | Taken | Kept | Divided | Agreed
+)
 AtMeetings: TypeAlias = Meet | Share | Promote | Repeat | Give | Take | Move | Divide | Agree | Adopt
 Action: TypeAlias = Deliver | Vote | Commit | Fail | AtMeetings
 
@@ -312,11 +329,17 @@ class Transactions:
                 return self._vote(self._prepares)
             case AllVoted():
                 return self._all_voted(event)
+            case Cut() if self.phase is Phase.ENDED:
+                return self._fail(
+                    "others have finished their scripts, and this rank's goes on: scripts differ"
+                )
             case Cut():
                 self.phase = Phase.FRESH if self.fresh else Phase.MEETING
                 return [Meet()]
             case Met():
                 return self._met(event)
+            case Ended():
+                return self._ended(event)
             case Shared():
                 self._expect(event, Phase.SHARING)
                 return self._go_on()
@@ -342,7 +365,9 @@ class Transactions:
         assert not (self.fresh and self.keeps), "a fresh rank has a copy"
         assert self.phase is not Phase.VOTED or self.voted
         assert self.fresh or self.phase not in (Phase.FRESH, Phase.TAKING), "an old rank takes a state"
-        assert not self.fresh or self.phase not in (Phase.OPEN, Phase.VOTED), "a fresh rank computes"
+        assert not self.fresh or self.phase not in (Phase.OPEN, Phase.VOTED, Phase.ENDED), (
+            "a fresh rank computes"
+        )
 
     def _expect(self, event: Event, *phases: Phase) -> None:
         if self.phase not in phases:
@@ -467,6 +492,14 @@ class Transactions:
         gives = self._fresh and self._source == self._place
         return [Repeat(version=target), *([Give(version=target, to=self._fresh)] if gives else [])]
 
+    def _ended(self, event: Ended) -> list[Action]:
+        self._expect(event, Phase.MEETING, Phase.FRESH)
+        if not (self.voted and event.lost):
+            return self._fail(event.reason)
+        self._commit()
+        self.phase = Phase.ENDED
+        return [Promote(version=self.version)]
+
     def _taken(self, event: Taken) -> list[Action]:
         self._expect(event, Phase.TAKING)
         self.version, self.fresh, self.phase = event.version, False, Phase.OPEN
@@ -539,5 +572,5 @@ def _build(config: Mapping[str, Any]) -> Transactions:
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 5, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 6, _build, events=Event, actions=Action, states=(Transactions,)
 )

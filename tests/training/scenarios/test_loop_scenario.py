@@ -17,7 +17,7 @@ from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.fsdp.division import Report
 from zbmd.transport.sim import Options, RunOutcome, SimulationFailure, run_scenario
 
-WAYS = ("commits", "promotes", "repeats", "takes", "shrinks", "grows")
+WAYS = ("commits", "promotes", "repeats", "takes", "shrinks", "grows", "ends without votes")
 SCENARIOS = (LoopScenario(), ShardScenario())
 SEEDS_MAX, EVENTS_MAX = 600, 20_000
 
@@ -114,6 +114,21 @@ class ForgetsWhatWasDivided(tx.Transactions):
         return super()._met(event)
 
 
+class EndsAVoter(tx.Transactions):
+    """A planted bug: a rank that has voted is ended when others have seen all votes, and finished."""
+
+    def _ended(self, event: tx.Ended) -> list[tx.Action]:
+        return self._fail(event.reason)
+
+
+class ForgetsItsLastUpdate(tx.Transactions):
+    """A planted bug: such a rank ends as it is, without what the others have committed."""
+
+    def _ended(self, event: tx.Ended) -> list[tx.Action]:
+        self.version -= 1
+        return super()._ended(event)
+
+
 class ComputesItsOwnShare(NumberedShares):
     """A planted bug: a rank goes on with the shares of a batch that it had with the first ranks."""
 
@@ -134,7 +149,10 @@ def planted(scenario: LoopScenario, bug: type[tx.Transactions] | type[NumberedSh
     ("scenario", "bug", "first"),
     [
         (LoopScenario(), PromotesUnshared, 0),
+        (LoopScenario(), EndsAVoter, 0),
+        (LoopScenario(), ForgetsItsLastUpdate, 0),
         (LoopScenario(), ComputesItsOwnShare, 0),
+        (ShardScenario(), EndsAVoter, 0),
         (ShardScenario(), ComputesItsOwnShare, 0),
         (ShardScenario(), DividesAtOnce, 48),
         (ShardScenario(), KeepsAtOnce, 0),

@@ -143,6 +143,22 @@ def test_a_rank_that_no_rule_brings_to_the_others_ends_the_loop(reports: tuple[s
     assert isinstance(fail, tx.Fail) and not fail.lost and "rank 0" in fail.reason
 
 
+def test_a_voter_commits_when_others_have_finished_and_a_rank_is_lost() -> None:
+    """Then all have voted; a further transaction, that they have not made, ends the loop."""
+    one = machine("3v")
+    assert one.handle(tx.Ended(lost=True, reason="they left"), now_ns=0) == [tx.Promote(version=4)]
+    assert (one.version, one.phase, one.voted) == (4, Phase.ENDED, False)
+    one.check_invariants()
+    (fail,) = one.handle(tx.Cut(), now_ns=0)
+    assert isinstance(fail, tx.Fail) and not fail.lost and "scripts differ" in fail.reason
+
+
+@pytest.mark.parametrize(("report", "lost"), [("3v", False), ("3", True), ("f", True)])
+def test_others_that_finish_early_end_the_loop(report: str, lost: bool) -> None:
+    fail = tx.Fail(lost=False, reason="they left")
+    assert machine(report).handle(tx.Ended(lost=lost, reason="they left"), now_ns=0) == [fail]
+
+
 def test_events_out_of_place_are_errors() -> None:
     one = Transactions()
     for event in (voted(0), tx.Shared(), tx.Taken(version=1), met(0, "0")):

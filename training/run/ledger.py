@@ -1,9 +1,8 @@
 """The commit log: what each committed step consisted of, and the audit that proves that no sample was lost.
 
 The log is a stream of MessagePack objects that any msgpack tool can read: one header, then one record per
-committed version. Behind each is its length in bytes, a uint32, so that who goes on with a long log reads its
-end alone. The lowest rank of an epoch appends; after its death the next one truncates a torn last record and
-continues. A version that is already in the log is not written again (its digest must be equal).
+committed version, each followed by its length in bytes, a uint32, so that a long log is read from its end.
+The lowest rank of an epoch appends; after its death the next one truncates a torn last record and continues.
 """
 
 from __future__ import annotations
@@ -123,10 +122,7 @@ def _objects(path: Path, start: int = 0) -> Generator[tuple[int, Any]]:
 
 
 def _records_backwards(path: Path) -> Generator[CommitRecord]:
-    """Yield the records of a log from its last one on, up to its header. Raises `_Damaged`.
-
-    The last one may be torn: then that is where it is damaged.
-    """
+    """Yield the records of a log from its last on, to its header. Raises `_Damaged`, at a torn end too."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -308,7 +304,6 @@ class CommitLog:
         self._know(record)
 
     def _digest_of(self, version: int) -> str | None:
-        """Return the digest of a version that is in the log."""
         if version in self._digests or not self.header.base_version < version <= self._last:
             return self._digests.get(version)
         try:
@@ -344,8 +339,7 @@ class CommitLog:
 
     def _write(self, file: int, data: bytes) -> None:
         _write(file, data, self.path)
-        inode, end = self._read
-        self._read = inode, end + len(data)
+        self._read = self._read[0], self._read[1] + len(data)
 
     def _read_known(self, status: os.stat_result) -> int:
         """Read what is new in the log; return the offset after its last complete record.
@@ -445,7 +439,13 @@ class RunLog:
         return found
 
     def append(self, record: CommitRecord) -> None:
-        """Log a version; see `CommitLog.append`."""
+        """Log a version; see `CommitLog.append`. Raises `UserError` if the log of those before it is gone."""
+        if self._log is None and record.version > self.first + 1 and not self._is_ours():
+            raise UserError(
+                f"the state of this run that memory has held is at step {record.version}: expected a commit "
+                f"log of the steps before it at {self.path}, found none. Restore the run's directory or free "
+                f"the memory with `zbmd snapshots --job {self._header.run_id} --drop` and begin again."
+            )
         self._opened().append(record)
 
     def _opened(self) -> CommitLog:

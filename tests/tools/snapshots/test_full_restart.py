@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,6 +104,23 @@ def test_a_run_that_failed_goes_on_too_and_its_last_line_says_so(launcher: Launc
     with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0") as again:
         assert again.end() == 0, again.text
     assert weights_of(again.text) == calm
+
+
+def test_a_held_state_whose_directory_was_removed_is_explained(launcher: Launcher, run: Path) -> None:
+    fault = {"ZBMD_FAULT": f"rank1:job.begin:{STEPS - 5}"}
+    with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0", **fault) as failed:
+        assert failed.end() == 75, failed.text
+    (holder,) = holders_of(run)
+    run.rename(away := launcher.directory / "away")
+    with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0") as refused:
+        assert refused.end() == 2, refused.text
+    assert "found none. Restore the run's directory" in refused.text, refused.text
+    assert f"`zbmd snapshots --job {holder.job:016x} --drop`" in refused.text
+    shutil.rmtree(run)
+    away.rename(run)
+    with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0") as again:
+        assert again.end() == 0, again.text
+    assert [one.version for one in read_log(run / LOG_NAME)[1]] == list(range(1, STEPS + 1))
 
 
 def test_the_holder_is_killed_while_the_run_goes_on_and_then_everything_else(

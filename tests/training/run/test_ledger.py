@@ -221,3 +221,15 @@ def test_the_audit_counts_every_deviation(
     assert found == Audit(
         steps=3 - lost, steps_lost=lost, samples=6, samples_skipped=skipped, samples_repeated=repeated
     )
+
+
+def test_a_state_whose_log_was_removed_names_what_to_do(tmp_path: Path) -> None:
+    """A snapshot process holds the state of a run whose directory is gone, and no file can be made there."""
+    run = RunLog(tmp_path / "gone", run_id="0" * 16, first=0, plan="{}", seed=1, may_begin=True)
+    with pytest.raises(UserError, match=r"is at step 7: .* found none\. Restore .* --job 0{16} --drop"):
+        run.append(record(7))
+    run = RunLog(tmp_path, run_id="0" * 16, first=0, plan="{}", seed=1, may_begin=True)
+    run.append(record(1))
+    with pytest.raises(ledger.LedgerBroken):
+        run.append(record(7))
+    run.close()

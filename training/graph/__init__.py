@@ -1,0 +1,6 @@
+"""A step as a graph of ops with shapes: traced from the tape, fused, its memory planned, run.
+
+`ir` is the graph, pure data; `trace` records a model's forward and backward pass; `fusion` finds sequences
+that one kernel can compute and says why or why not; `memory` lays all values out in one arena;
+`numpy_executor` runs a graph, fused or not. Imports `model`, `ops` and `autograd`. Begin with `ir`.
+"""

@@ -1,0 +1,367 @@
+"""Trace a step: run a model's own forward and backward pass on arrays that have shapes, but no numbers.
+
+The tape is the engine's (`zbmd.training.autograd.tape`): each op, each rule and each sum of gradients that it
+plays becomes a node. Attention is traced as scores, softmax and the mix of values, as it is defined.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.training.autograd.array_module import Array, bfloat16
+from zbmd.training.autograd.rng import Noise
+from zbmd.training.autograd.tape import Parameter, Tape, Tensor
+from zbmd.training.config import GPTConfig
+from zbmd.training.graph.ir import Attribute, Graph, Node, Phase, Source, Value
+from zbmd.training.model.gpt import GPT, Batch
+
+Shape = tuple[int, ...]
+
+
+class SymbolicArray:
+    """An array of the graph. Writing to it lets it stand for another value: values never change."""
+
+    __slots__ = ("builder", "dtype", "number", "shape", "size")
+
+    def __init__(self, builder: _Builder, number: int, shape: Shape, dtype: np.dtype[Any]) -> None:
+        self.builder, self.number, self.shape, self.dtype = builder, number, shape, dtype
+        self.size = math.prod(shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def reshape(self, *_: int) -> SymbolicArray:
+        """Return the flat view, the only one that a model asks for."""
+        return SymbolicArray(self.builder, self.number, (self.size,), self.dtype)
+
+    def copy(self) -> SymbolicArray:
+        """Return a copy."""
+        return self.builder.emit("copy", [self], self.shape, self.dtype)
+
+    def astype(self, dtype: npt.DTypeLike) -> SymbolicArray:
+        """Return a copy of another dtype."""
+        return self.builder.emit("cast", [self], self.shape, np.dtype(dtype))
+
+    def room(self, dtype: npt.DTypeLike) -> SymbolicArray:
+        """Return an array that is not written yet."""
+        return SymbolicArray(self.builder, -1, self.shape, np.dtype(dtype))
+
+    def become(self, other: SymbolicArray) -> None:
+        """Stand for the value of `other` from here on, in this array's dtype."""
+        self.number = other.number if other.dtype == self.dtype else other.astype(self.dtype).number
+
+    def __setitem__(self, _: Any, value: SymbolicArray) -> None:
+        self.become(value)
+
+    def __iadd__(self, other: SymbolicArray) -> SymbolicArray:
+        return self.builder.emit("add", [self, other], self.shape, self.dtype)
+
+
+@dataclass(slots=True)
+class _Builder:
+    values: dict[int, Value] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
+    tape: Tape | None = None
+    is_backward: bool = False
+
+    def value(self, name: str, shape: Shape, dtype: np.dtype[Any], source: Source) -> SymbolicArray:
+        number = len(self.values)
+        self.values[number] = Value(
+            number=number, name=name or f"%{number}", shape=shape, dtype=dtype.name, source=source
+        )
+        return SymbolicArray(self, number, shape, dtype)
+
+    def constant(self, name: str, array: Any) -> SymbolicArray:
+        """Return `array`, which the model has made itself, as a value; itself if it is one."""
+        if isinstance(array, SymbolicArray):
+            return array
+        found = next((number for number, one in self.constants.items() if one is array), None)
+        if found is not None:
+            return SymbolicArray(self, found, array.shape, array.dtype)
+        made = self.value(name, array.shape, array.dtype, "constant")
+        self.constants[made.number] = array
+        return made
+
+    def emit_all(
+        self,
+        op: str,
+        inputs: list[SymbolicArray],
+        outputs: list[tuple[Shape, np.dtype[Any]]],
+        *,
+        again: bool = False,
+        **attributes: Attribute,
+    ) -> list[SymbolicArray]:
+        """Add a node. again: an op of a forward pass, which is recomputed if the backward pass is on."""
+        phase: Phase = "forward" if not self.is_backward else "recompute" if again else "backward"
+        made = [self.value("", shape, dtype, "node") for shape, dtype in outputs]
+        node = Node(
+            number=len(self.nodes),
+            op=op,
+            inputs=tuple(one.number for one in inputs),
+            outputs=tuple(one.number for one in made),
+            unit=0 if self.tape is None else self.tape.unit_running,
+            phase=phase,
+            attributes=attributes,
+        )
+        self.nodes.append(node)
+        return made
+
+    def emit(
+        self,
+        op: str,
+        inputs: list[SymbolicArray],
+        shape: Shape,
+        dtype: np.dtype[Any],
+        *,
+        again: bool = False,
+        **attributes: Attribute,
+    ) -> SymbolicArray:
+        """Add a node with one output."""
+        return self.emit_all(op, inputs, [(shape, dtype)], again=again, **attributes)[0]
+
+
+def _sym(array: object) -> SymbolicArray:
+    return cast(SymbolicArray, array)
+
+
+def _data(array: SymbolicArray) -> Array:
+    return cast(Array, array)
+
+
+class TracingOperators:
+    """The ops of `zbmd.training.ops`: each adds nodes, and a rule that adds those of its gradient."""
+
+    def __init__(self, builder: _Builder, dtype: np.dtype[Any]) -> None:
+        self._b = builder
+        self.dtype = dtype
+        """Of activations."""
+        self.sums = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+        """Of statistics and sums."""
+
+    def embedding(self, tape: Tape, tokens: Array, table: Parameter) -> Tensor:
+        """See `ops.embedding`."""
+        b, rows = self._b, _sym(table.stored)
+        places = b.constant("positions", tokens)
+        shape = (places.size, rows.shape[1])
+        y = b.emit("embedding", [places, rows], shape, self.dtype, again=True)
+
+        def backward(dy: Array) -> None:
+            def write(out: Array) -> None:
+                into = _sym(out)
+                into.become(b.emit("embedding_grad", [_sym(dy), places], into.shape, into.dtype))
+
+            table.receive(write, lasting=True)
+
+        return tape.record(_data(y), backward, table)
+
+    def linear(self, tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None = None) -> Tensor:
+        """See `ops.linear`."""
+        a, w = _sym(x.data), _sym(weight.stored)
+        y = self._product("nn", a, w, again=True)
+        if residual is not None:
+            y = self._b.emit("add", [y, _sym(residual.data)], y.shape, y.dtype, again=True)
+
+        def backward(dy: Array) -> None:
+            x.accumulate(_data(self._product("nt", _sym(dy), w)))
+            weight.receive(lambda out: self._write_product(out, "tn", a, _sym(dy)), lasting=True)
+            if residual is not None:
+                residual.accumulate(dy if weight.deferred is None else dy.copy())
+
+        return tape.record(_data(y), backward, weight)
+
+    def tied_linear(self, tape: Tape, x: Tensor, table: Parameter) -> Tensor:
+        """See `ops.tied_linear`."""
+        a, w = _sym(x.data), _sym(table.stored)
+
+        def backward(dy: Array) -> None:
+            x.accumulate(_data(self._product("nn", _sym(dy), w)))
+            table.receive(lambda out: self._write_product(out, "tn", _sym(dy), a))
+
+        return tape.record(_data(self._product("nt", a, w, again=True)), backward, table)
+
+    def _product(
+        self,
+        form: str,
+        a: SymbolicArray,
+        b: SymbolicArray,
+        *,
+        again: bool = False,
+        dtype: np.dtype[Any] | None = None,
+    ) -> SymbolicArray:
+        rows = a.shape[1] if form[0] == "t" else a.shape[0]
+        columns = b.shape[0] if form[1] == "t" else b.shape[1]
+        return self._b.emit("matmul", [a, b], (rows, columns), dtype or self.dtype, again=again, form=form)
+
+    def _write_product(self, out: Array, form: str, a: SymbolicArray, b: SymbolicArray) -> None:
+        into = _sym(out)
+        into.become(self._product(form, a, b, dtype=into.dtype))
+
+    def rms_norm(self, tape: Tape, x: Tensor, gain: Parameter) -> Tensor:
+        """See `ops.rms_norm`."""
+        return self._norm(tape, x, gain, None)
+
+    def layer_norm(self, tape: Tape, x: Tensor, gain: Parameter, bias: Parameter) -> Tensor:
+        """See `ops.layer_norm`."""
+        return self._norm(tape, x, gain, bias)
+
+    def _norm(self, tape: Tape, x: Tensor, gain: Parameter, bias: Parameter | None) -> Tensor:
+        given, factors = _sym(x.data), _sym(gain.data)
+        shift = [] if bias is None else [_sym(bias.data)]
+        name = "layer_norm" if shift else "rms_norm"
+        sizes = [(given.shape, self.dtype), ((len(given), 2), self.sums)]
+        y, statistics = self._b.emit_all(name, [given, factors, *shift], sizes, again=True)
+
+        def backward(dy: Array) -> None:
+            sums = [(factors.shape, self.sums)] * (1 + len(shift))
+            inputs = [_sym(dy), given, statistics, factors]
+            dx, *made = self._b.emit_all(f"{name}_grad", inputs, [(given.shape, self.dtype), *sums])
+            gain.receive(lambda out: _sym(out).become(made[0]))
+            if bias is not None:
+                bias.receive(lambda out: _sym(out).become(made[1]))
+            x.accumulate(_data(dx))
+
+        return tape.record(_data(y), backward, *([gain] if bias is None else [gain, bias]))
+
+    def add(self, tape: Tape, x: Tensor, y: Tensor) -> Tensor:
+        """See `ops.add`."""
+        a = _sym(x.data)
+
+        def backward(dy: Array) -> None:
+            x.accumulate(dy.copy())
+            y.accumulate(dy)
+
+        made = self._b.emit("add", [a, _sym(y.data)], a.shape, self.dtype, again=True)
+        return tape.record(_data(made), backward)
+
+    def add_bias(self, tape: Tape, x: Tensor, bias: Parameter) -> Tensor:
+        """See `ops.add_bias`."""
+        a = _sym(x.data)
+
+        def backward(dy: Array) -> None:
+            total = self._b.emit("column_sums", [_sym(dy)], a.shape[1:], self.sums)
+            bias.receive(lambda out: _sym(out).become(total))
+            x.accumulate(dy)
+
+        made = self._b.emit("add_bias", [a, _sym(bias.data)], a.shape, self.dtype, again=True)
+        return tape.record(_data(made), backward, bias)
+
+    def gelu(self, tape: Tape, x: Tensor) -> Tensor:
+        """See `ops.gelu`."""
+        return self._each(tape, x, "gelu")
+
+    def squared_relu(self, tape: Tape, x: Tensor) -> Tensor:
+        """See `ops.squared_relu`."""
+        return self._each(tape, x, "squared_relu")
+
+    def _each(self, tape: Tape, x: Tensor, name: str) -> Tensor:
+        a = _sym(x.data)
+
+        def backward(dy: Array) -> None:
+            x.accumulate(_data(self._b.emit(f"{name}_grad", [_sym(dy), a], a.shape, self.dtype)))
+
+        return tape.record(_data(self._b.emit(name, [a], a.shape, self.dtype, again=True)), backward)
+
+    def dropout(self, tape: Tape, x: Tensor, *, rate: float, noise: Noise, site: int) -> Tensor:
+        """See `ops.dropout`."""
+        a = _sym(x.data)
+        given: Any = {"rate": rate, "site": site}
+
+        def backward(dy: Array) -> None:
+            x.accumulate(_data(self._b.emit("dropout", [_sym(dy)], a.shape, self.dtype, **given)))
+
+        made = self._b.emit("dropout", [a], a.shape, self.dtype, again=True, **given)
+        return tape.record(_data(made), backward)
+
+    def causal_attention(self, tape: Tape, qkv: Tensor, bias: Array, *, batch: int, heads: int) -> Tensor:
+        """See `ops.causal_attention`."""
+        b, packed, by_distance = self._b, _sym(qkv.data), self._b.constant("distance_bias", bias)
+        rows, width = len(packed), packed.shape[1] // 3
+        square = (batch, heads, rows // batch, rows // batch)
+        given: Any = {"batch": batch, "heads": heads}
+        scores = b.emit("scores", [packed, by_distance], square, self.dtype, again=True, **given)
+        odds = b.emit("softmax", [scores], square, self.dtype, again=True)
+        y = b.emit("mix", [odds, packed], (rows, width), self.dtype, again=True, **given)
+
+        def backward(dy: Array) -> None:
+            one = ((rows, width), self.dtype)
+            dodds, dv = b.emit_all("mix_grad", [_sym(dy), odds, packed], [(square, self.dtype), one], **given)
+            dscores = b.emit("softmax_grad", [dodds, odds], square, self.dtype)
+            dq, dk = b.emit_all("scores_grad", [dscores, packed], [one, one], **given)
+            qkv.accumulate(_data(b.emit("pack", [dq, dk, dv], packed.shape, self.dtype)))
+
+        return tape.record(_data(y), backward)
+
+    def cross_entropy(self, tape: Tape, logits: Tensor, targets: Array, *, weight: float) -> Tensor:
+        """See `ops.cross_entropy`."""
+        b, scores, wanted = self._b, _sym(logits.data), _sym(targets)
+        sizes: list[tuple[Shape, np.dtype[Any]]] = [((), self.sums), ((len(scores),), self.sums)]
+        loss, logs = b.emit_all("cross_entropy", [scores, wanted], sizes, again=True, weight=weight)
+
+        def backward(_: Array) -> None:
+            inputs = [logs, scores, wanted]
+            made = b.emit("cross_entropy_grad", inputs, scores.shape, self.dtype, weight=weight)
+            logits.accumulate(_data(made))
+
+        return tape.record(_data(loss), backward)
+
+
+class _TraceModule(ModuleType):
+    """The array module of a trace: what a model makes itself is made by numpy, and becomes constants."""
+
+    def __init__(self, builder: _Builder, dtype: np.dtype[Any]) -> None:
+        super().__init__("zbmd_trace")
+        self.operators_of_device = TracingOperators(builder, dtype)
+        self.asarray, self.arange, self.tile, self.zeros = np.asarray, np.arange, np.tile, np.zeros
+
+    @staticmethod
+    def full_like(value: SymbolicArray, _: float) -> SymbolicArray:
+        """Return the gradient of the loss, 1, which no rule reads."""
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A step's graph, and the arrays that the model made itself. noise: that of dropout, of shape only."""
+
+    graph: Graph
+    constants: dict[int, npt.NDArray[Any]]
+
+
+def trace_step(
+    config: GPTConfig, *, sequences: int, length: int = 0, precision: str = "float32", recompute: bool = False
+) -> Traced:
+    """Return the forward and backward pass of one shard of `sequences` windows of `length` tokens.
+
+    length: by default the model's context. precision: the dtype of weights, activations and gradients,
+    float32 or bfloat16; sums are float32.
+    """
+    dtype = bfloat16() if precision == "bfloat16" else np.dtype(precision)
+    builder = _Builder()
+    model = GPT(config, xp=_TraceModule(builder, dtype), recompute=recompute)
+    length, slots = length or config.context, model.layout.slots
+    tokens = builder.value("tokens", (sequences, length), np.dtype(np.int64), "input")
+    targets = builder.value("targets", (sequences * length,), np.dtype(np.int64), "input")
+    weights = [_data(builder.value(slot.name, slot.shape, dtype, "weight")) for slot in slots]
+    grads = [SymbolicArray(builder, -1, slot.shape, dtype) for slot in slots]
+    parameters = [
+        Parameter(weight, _data(grad), index, None)
+        for index, (weight, grad) in enumerate(zip(weights, grads, strict=True))
+    ]
+    noise = Noise(0, 0, np.arange(sequences)) if config.dropout else None
+    weight = 1.0 / (sequences * length)
+    batch = Batch(_data(tokens), targets=_data(targets), weight=weight, noise=noise)
+    tape = builder.tape = Tape(model.xp)
+    loss = model.run(tape, parameters, batch)
+    builder.is_backward = True
+    tape.backward(loss)
+    outputs = {"loss": _sym(loss.data).number}
+    outputs |= {f"grad {slot.name}": grad.number for slot, grad in zip(slots, grads, strict=True)}
+    graph = Graph(values=builder.values, nodes=tuple(builder.nodes), outputs=outputs)
+    return Traced(graph.check(), builder.constants)

@@ -147,15 +147,16 @@ class TracingOperators:
 
     def embedding(self, tape: Tape, tokens: Array, table: Parameter) -> Tensor:
         """See `ops.embedding`."""
-        b, rows = self._b, _sym(table.stored)
+        b, known = self._b, _sym(table.stored)
         places = b.constant("positions", tokens)
-        shape = (places.size, rows.shape[1])
-        y = b.emit("embedding", [places, rows], shape, self.dtype, again=True)
+        shape = (places.size, known.shape[1])
+        y = b.emit("embedding", [places, known], shape, self.dtype, again=True)
 
         def backward(dy: Array) -> None:
             def write(out: Array) -> None:
                 into = _sym(out)
-                into.become(b.emit("embedding_grad", [_sym(dy), places], into.shape, into.dtype))
+                inputs, rows = [_sym(dy), places], into.shape[0]
+                into.become(b.emit("embedding_grad", inputs, into.shape, into.dtype, rows=rows))
 
             table.receive(write, lasting=True)
 

@@ -188,7 +188,7 @@ def _whole(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> tupl
     q, k, v = split(qkv.data, 3)
     q = q * scale
     odds = xp.matmul(q, k.swapaxes(-1, -2))
-    odds += _by_places(xp, bias, length)
+    odds += bias_by_places(xp, bias, length)
     odds -= odds.max(axis=-1, keepdims=True)
     xp.exp(odds, out=odds)
     inverse = xp.reciprocal(xp.matmul(odds, xp.ones((length, 1), dtype=odds.dtype)))
@@ -215,7 +215,7 @@ def _whole(tape: Tape, qkv: Tensor, bias: Array, batch: int, heads: int) -> tupl
     return y, backward
 
 
-def _by_places(xp: ModuleType, bias: Array, length: int) -> Array:
+def bias_by_places(xp: ModuleType, bias: Array, length: int) -> Array:
     """Return the bias of each head, query and key, (heads, length, length), minus infinity for later keys."""
     place = np.arange(length)
     distance = place[:, None] - place[None, :]

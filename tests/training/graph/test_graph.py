@@ -132,6 +132,6 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @given(graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_plans_of_random_graphs_do_not_overlap(graph: Graph) -> None:
     _check_plan(graph.check())

@@ -14,9 +14,9 @@ from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:
     from zbmd.training.config import GPTConfig
-    from zbmd.training.graph.fusion import Decision
-    from zbmd.training.graph.ir import Graph, Node
-    from zbmd.training.graph.memory import MemoryPlan
+    from zbmd.training.model.graph.fusion import Decision
+    from zbmd.training.model.graph.ir import Graph, Node
+    from zbmd.training.model.graph.memory import MemoryPlan
 
 EXAMPLES: Final = (
     "zbmd plan graph --layers 2 --width 128 --heads 2",
@@ -73,9 +73,9 @@ def add_graph(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def _graph(arguments: argparse.Namespace) -> int:
-    from zbmd.training.graph.fusion import fuse  # they import the model
-    from zbmd.training.graph.memory import plan_memory
-    from zbmd.training.graph.trace import trace_step
+    from zbmd.training.model.graph.fusion import fuse  # they import the model
+    from zbmd.training.model.graph.memory import plan_memory
+    from zbmd.training.model.graph.trace import trace_step
 
     config = _config(arguments)
     if arguments.device == "cuda" and arguments.precision != "bf16":

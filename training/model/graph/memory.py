@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from zbmd.training.graph.ir import ELEMENTWISE, Graph, Node
+from zbmd.training.model.graph.ir import ELEMENTWISE, Graph, Node
 
 ALIGNMENT: Final = 256
 """Bytes: as `cudaMalloc` aligns."""
@@ -30,7 +30,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all values lie. live_bytes: the most that is alive at once, below which no plan can go.
+    """The offset of each value. live_bytes: the most that is alive at once, below which no plan can go.
 
     separate_bytes: of all values, each in memory of its own.
     """

@@ -13,14 +13,14 @@ from typing import Final, Literal
 
 import msgspec
 
-from zbmd.training.graph.ir import ACTIVATIONS, ELEMENTWISE, Graph, Node, Value
+from zbmd.training.model.graph.ir import ACTIVATIONS, ELEMENTWISE, Graph, Node, Value
 from zbmd.training.ops.cuda.operators import DEPTHS
 
 Target = Literal["numpy", "cuda"]
 NORMS: Final = ("rms_norm", "layer_norm")
 _ATTENTION_GRADIENT: Final = ("mix_grad", "softmax_grad", "scores_grad", "pack")
 _EPILOGUE: Final = {"add_bias": 0, "gelu": 1, "squared_relu": 1, "add": 2, "cast": 3}
-"""What the products' kernels apply before they store, in their order."""
+"""Ops that the kernels of products apply before they store, in their order."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,9 +19,9 @@ from zbmd.training import ops
 from zbmd.training.autograd.array_module import as_indices, bfloat16, widened
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import Tape, Tensor
-from zbmd.training.graph.ir import Attribute, Graph, Node, Value
-from zbmd.training.graph.memory import MemoryPlan
-from zbmd.training.graph.trace import Traced
+from zbmd.training.model.graph.ir import Attribute, Graph, Node, Value
+from zbmd.training.model.graph.memory import MemoryPlan
+from zbmd.training.model.graph.trace import Traced
 from zbmd.training.native import _kernels
 
 Array = npt.NDArray[Any]
@@ -254,4 +254,4 @@ OPS: Final[Mapping[str, Compute]] = {
     "squared_relu": _by_kernel(_kernels.squared_relu),
     "squared_relu_grad": _slope(_kernels.squared_relu_grad),
 }
-"""What each op computes; any other node runs its body."""
+"""The functions of ops; any other node runs its body."""

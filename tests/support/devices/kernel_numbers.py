@@ -18,6 +18,7 @@ from zbmd.tools.lab import ptx
 from zbmd.training import ops
 from zbmd.training.autograd.rng import Noise, random_words
 from zbmd.training.autograd.tape import Tape, Tensor
+from zbmd.training.ops.cuda.operators import ACTIVATIONS
 from zbmd.transport.cuda.api import ModuleImage
 
 Array = npt.NDArray[Any]
@@ -96,8 +97,14 @@ def _multiply(form: str, kind: np.dtype[Any], launch: ModelLaunch) -> None:
     m, n, k = (int(one) for one in launch.arguments[3:6])  # type: ignore[arg-type]
     left = a.reshape(k, m).T if form[0] == "t" else a.reshape(m, k)
     right = b.reshape(n, k).T if form[1] == "t" else b.reshape(k, n)
-    assert launch.arguments[6] is None and launch.arguments[8] is None and not launch.arguments[10]
     c = left @ right * np.float32(launch.arguments[9])  # type: ignore[arg-type]
+    if launch.arguments[6] is not None:
+        c = c + _view(launch, 6)
+    if launch.arguments[8] is not None:
+        _view(launch, 8, BF16)[:] = c.reshape(-1).astype(BF16)
+    if launch.arguments[10]:
+        name = ACTIVATIONS[int(launch.arguments[10])]  # type: ignore[arg-type]
+        c = getattr(ops, name)(Tape(np), Tensor(c)).data
     if launch.arguments[7] is not None:
         c = c + _wide(_view(launch, 7, BF16)).reshape(m, n)
     _view(launch, 0, kind)[:] = c.reshape(-1).astype(kind)

@@ -49,6 +49,7 @@ def fuse(graph: Graph, *, target: Target) -> Fused:
     work = _Work(graph.values.copy(), list(graph.nodes), dict(graph.outputs), target)
     passes: tuple[Callable[[_Pass], None], ...] = (
         _copies,
+        _unused,
         _attention,
         _loss,
         _epilogues,
@@ -177,6 +178,20 @@ def _copies(walk: _Pass) -> None:
     walk.work.nodes = kept
     walk.work.outputs = {name: renamed.get(n, n) for name, n in walk.graph.outputs.items()}
     walk.nodes, walk.grouped = tuple(kept), {}
+
+
+def _unused(walk: _Pass) -> None:
+    """Drop what nothing reads, as the end of a block that is computed again."""
+    needed, kept = set(walk.graph.outputs.values()), list[Node]()
+    for node in reversed(walk.nodes):
+        if needed.isdisjoint(node.outputs):
+            saved = walk.graph.traffic([node])
+            walk.decide("unused", [node], "nothing reads it, so it is left out", is_fused=True, saved=saved)
+        else:
+            kept.append(node)
+            needed.update(node.inputs)
+    walk.work.nodes = kept[::-1]
+    walk.nodes = tuple(walk.work.nodes)
 
 
 # ---- attention and loss

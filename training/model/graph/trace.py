@@ -18,8 +18,8 @@ from zbmd.training.autograd.array_module import Array, bfloat16
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
-from zbmd.training.model.graph.ir import Attribute, Graph, Node, Phase, Source, Value
 from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.model.graph.ir import Attribute, Graph, Node, Phase, Source, Value
 
 Shape = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from zbmd.training.autograd.rng import Noise, Purpose
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.ops import EPSILON
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out
-from zbmd.training.ops.cuda.executor import Executor
+from zbmd.training.ops.cuda.executor import Argument, Executor
 from zbmd.training.ops.cuda.table import BY_NAME
 from zbmd.transport.errors import LocalProtocolError
 
@@ -28,6 +28,8 @@ DEPTHS: Final = (64, 128)
 ATTENTION_TILE: Final = 64
 RUN_ROWS: Final = 64
 """Rows that one block adds up in the gradients of gains and biases."""
+ACTIVATIONS: Final = ("", "gelu", "squared_relu")
+"""Of products, by the number that their kernels have for each."""
 _TILES: Final = {"matmul": (128, 128), "wgmma": (128, 256)}
 """Rows and columns of a block's tile."""
 
@@ -71,23 +73,25 @@ class CudaOperators:
     def embedding(self, tape: Tape, tokens: Array, table: Parameter) -> Tensor:
         """See `ops.embedding`. tokens: in host memory."""
         run, rows = self.executor, _on_device(table.stored)
-        vocabulary, features = rows.shape
         places = np.ascontiguousarray(tokens, np.int64)
-        y = run.empty((len(places), features), self.dtype)
-        run.launch(
-            "embedding_bf16",
-            len(places),
-            *(Out(y), rows, run.upload(places), i32(vocabulary), i32(features)),
-        )
+        y = run.empty((len(places), rows.shape[1]), self.dtype)
+        self.embed(y, rows, places)
 
         def backward(dy: Array) -> None:
             table.receive(
-                lambda out: self._embedding_grad(_on_device(out), _on_device(dy), places), lasting=True
+                lambda out: self.embedding_grad(_on_device(out), _on_device(dy), places), lasting=True
             )
 
         return tape.record(_as_data(y), backward, table)
 
-    def _embedding_grad(self, out: DeviceArray, dy: DeviceArray, tokens: npt.NDArray[np.int64]) -> None:
+    def embed(self, y: DeviceArray, table: DeviceArray, tokens: npt.NDArray[np.int64]) -> None:
+        """Write the rows `tokens` of the table to `y`."""
+        vocabulary, features = map(i32, table.shape)
+        given = (Out(y), table, self.executor.upload(tokens), vocabulary, features)
+        self.executor.launch("embedding_bf16", len(tokens), *given)
+
+    def embedding_grad(self, out: DeviceArray, dy: DeviceArray, tokens: npt.NDArray[np.int64]) -> None:
+        """Write the gradient of the table of `embedding` to `out`. tokens: in host memory."""
         run, order = self.executor, np.argsort(tokens, kind="stable")
         distinct, starts = np.unique(tokens[order], return_index=True)
         tables = (order, np.append(starts, len(tokens)), distinct)
@@ -97,12 +101,8 @@ class CudaOperators:
 
     def cross_entropy(self, tape: Tape, logits: Tensor, targets: Array, *, weight: float) -> Tensor:
         """See `ops.cross_entropy`. targets: in host memory. The logits become their gradient, at once."""
-        run, scores = self.executor, _on_device(logits.data)
-        rows, classes = scores.shape
-        losses = run.empty(rows, np.float32)
-        wanted = run.upload(np.ascontiguousarray(targets, np.int64))
-        scale = run.upload(np.array([weight], np.float32))
-        run.launch("cross_entropy_bf16", rows, Out(scores), Out(losses), wanted, scale, i32(classes))
+        scores = _on_device(logits.data)
+        loss = self.loss(scores, targets, weight)
 
         def backward(dy: Array) -> None:
             if float(dy) != 1.0:
@@ -111,7 +111,16 @@ class CudaOperators:
                 )
             logits.accumulate(_as_data(scores))
 
-        return tape.record(cast(Array, PendingLoss(run, losses, weight)), backward)
+        return tape.record(cast(Array, loss), backward)
+
+    def loss(self, logits: DeviceArray, targets: Array, weight: float) -> PendingLoss:
+        """Return the loss of `logits`, and overwrite them by their gradient."""
+        run, (rows, classes) = self.executor, logits.shape
+        losses = run.empty(rows, np.float32)
+        wanted = run.upload(np.ascontiguousarray(targets, np.int64))
+        scale = run.upload(np.array([weight], np.float32))
+        run.launch("cross_entropy_bf16", rows, Out(logits), Out(losses), wanted, scale, i32(classes))
+        return PendingLoss(run, losses, weight)
 
     # ---- products
 
@@ -123,7 +132,7 @@ class CudaOperators:
         def backward(dy: Array) -> None:
             slope = _on_device(dy)
             x.accumulate(_as_data(self._product("nt", slope, w)))
-            weight.receive(lambda out: self._multiply("tn", _on_device(out), a, slope), lasting=True)
+            weight.receive(lambda out: self.multiply("tn", _on_device(out), a, slope), lasting=True)
             if residual is not None:  # which may change what it is given
                 residual.accumulate(dy if weight.deferred is None else dy.copy())
 
@@ -136,7 +145,7 @@ class CudaOperators:
         def backward(dy: Array) -> None:
             slope = _on_device(dy)
             x.accumulate(_as_data(self._product("nn", slope, w)))
-            table.receive(lambda out: self._multiply("tn", _on_device(out), slope, a), lasting=True)
+            table.receive(lambda out: self.multiply("tn", _on_device(out), slope, a), lasting=True)
 
         return tape.record(_as_data(self._product("nt", a, w)), backward, table)
 
@@ -146,26 +155,34 @@ class CudaOperators:
         rows = a.shape[1] if form[0] == "t" else a.shape[0]
         columns = b.shape[0] if form[1] == "t" else b.shape[1]
         made = self.executor.empty((rows, columns), self.dtype)
-        self._multiply(form, made, a, b, residual=residual)
+        self.multiply(form, made, a, b, residual=residual)
         return made
 
-    def _multiply(
+    def multiply(
         self,
         form: str,
         c: DeviceArray,
         a: DeviceArray,
         b: DeviceArray,
         *,
+        bias: DeviceArray | None = None,
+        activation: str = "",
+        before: DeviceArray | None = None,
         residual: DeviceArray | None = None,
     ) -> None:
-        """Write a b to c; form: of a and b, whether each is transposed in memory (t) or not (n)."""
+        """Write activation(a b + bias) + residual to c.
+
+        form: of a and b, whether each is transposed in memory (t) or not (n). before: gets the values that
+        the activation is given.
+        """
         by = self.executor.products
         (m, n), k = c.shape, a.shape[0 if form[0] == "t" else 1]
         rows, columns = _TILES[by]
         self.executor.launch(
             f"{by}_{form}_{c.kind}",
             (-(-n // columns), -(-m // rows)),
-            *(Out(c), a, b, i32(m), i32(n), i32(k), None, residual, None, f32(1.0), i32(0)),
+            *(Out(c), a, b, i32(m), i32(n), i32(k), bias, residual, None if before is None else Out(before)),
+            *(f32(1.0), i32(ACTIVATIONS.index(activation))),
         )
 
     # ---- rows and elements
@@ -179,33 +196,76 @@ class CudaOperators:
         return self._norm(tape, x, gain, bias)
 
     def _norm(self, tape: Tape, x: Tensor, gain: Parameter, bias: Parameter | None) -> Tensor:
-        run, rows, features = self.executor, *x.data.shape
+        run, rows = self.executor, len(x.data)
         given, factors = _on_device(x.data), _on_device(gain.data)
         y, statistics = run.empty(given.shape, self.dtype), run.empty((rows, 2), np.float32)
         name = "rms_norm" if bias is None else "layer_norm"
-        shift = [] if bias is None else [_on_device(bias.data)]
-        outputs = (Out(y), Out(statistics))
-        run.launch(f"{name}_bf16", rows, *outputs, given, factors, *shift, i32(features), f32(EPSILON))
+        shift = None if bias is None else _on_device(bias.data)
+        self.normalise(y, statistics, given, factors, shift)
 
         def backward(dy: Array) -> None:
-            slope, runs = _on_device(dy), -(-rows // RUN_ROWS)
-            partial = [run.empty((runs, features), np.float32) for _ in range(1 + len(shift))]
-            run.launch(
-                "norm_gain_grad_bf16",
-                (-(-features // 32), runs),
-                *(*map(Out, partial), *([] if shift else [None])),
-                *(slope, given, statistics, i32(rows), i32(features), i32(RUN_ROWS)),
-            )
-            gain.receive(lambda out: self._sum_runs(_on_device(out), partial[0]))
+            slope = _on_device(dy)
+            partial = self.norm_sums(slope, given, statistics, has_bias=bias is not None)
+            gain.receive(lambda out: self.sum_runs(_on_device(out), partial[0]))
             if bias is not None:
-                bias.receive(lambda out: self._sum_runs(_on_device(out), partial[1]))
+                bias.receive(lambda out: self.sum_runs(_on_device(out), partial[1]))
             dx = run.empty(given.shape, self.dtype)
-            run.launch(f"{name}_grad_bf16", rows, Out(dx), slope, given, statistics, factors, i32(features))
+            self.norm_slope(name, dx, slope, given, statistics, factors)
             x.accumulate(_as_data(dx))
 
         return tape.record(_as_data(y), backward, *([gain] if bias is None else [gain, bias]))
 
-    def _sum_runs(self, out: DeviceArray, partial: DeviceArray) -> None:
+    def normalise(
+        self,
+        y: DeviceArray,
+        statistics: DeviceArray,
+        x: DeviceArray,
+        gain: DeviceArray,
+        bias: DeviceArray | None,
+    ) -> None:
+        """Write the norm of each row of `x` to `y`: a layer norm with `bias`, an RMS norm without."""
+        name, shift = ("rms_norm", []) if bias is None else ("layer_norm", [bias])
+        given: tuple[Argument, ...] = (
+            Out(y),
+            Out(statistics),
+            x,
+            gain,
+            *shift,
+            i32(x.shape[1]),
+            f32(EPSILON),
+        )
+        self.executor.launch(f"{name}_bf16", len(x), *given)
+
+    def norm_sums(
+        self, dy: DeviceArray, x: DeviceArray, statistics: DeviceArray, *, has_bias: bool
+    ) -> list[DeviceArray]:
+        """Return the gradients of gain and bias, as sums of runs of rows; see `sum_runs`."""
+        run, (rows, features) = self.executor, x.shape
+        runs = -(-rows // RUN_ROWS)
+        partial = [run.empty((runs, features), np.float32) for _ in range(1 + has_bias)]
+        run.launch(
+            "norm_gain_grad_bf16",
+            (-(-features // 32), runs),
+            *(*map(Out, partial), *([] if has_bias else [None])),
+            *(dy, x, statistics, i32(rows), i32(features), i32(RUN_ROWS)),
+        )
+        return partial
+
+    def norm_slope(
+        self,
+        name: str,
+        dx: DeviceArray,
+        dy: DeviceArray,
+        x: DeviceArray,
+        statistics: DeviceArray,
+        gain: DeviceArray,
+    ) -> None:
+        """Write the gradient of the input of the norm `name` to `dx`."""
+        given = (Out(dx), dy, x, statistics, gain, i32(x.shape[1]))
+        self.executor.launch(f"{name}_grad_bf16", len(x), *given)
+
+    def sum_runs(self, out: DeviceArray, partial: DeviceArray) -> None:
+        """Write the sums of the rows of `partial` to `out`, in their order."""
         runs, columns = partial.shape
         self.executor.launch("sum_runs", -(-columns // 256), Out(out), partial, i32(runs), i32(columns))
 
@@ -224,19 +284,23 @@ class CudaOperators:
     def add_bias(self, tape: Tape, x: Tensor, bias: Parameter) -> Tensor:
         """See `ops.add_bias`."""
         run, a = self.executor, _on_device(x.data)
-        rows, features = a.shape
         y = a.room(self.dtype)
-        run.each("add_bias_bf16", a.size, Out(y), a, _on_device(bias.data), u64(a.size), i32(features))
+        run.each("add_bias_bf16", a.size, Out(y), a, _on_device(bias.data), u64(a.size), i32(a.shape[1]))
 
         def backward(dy: Array) -> None:
-            runs = -(-rows // RUN_ROWS)
-            partial = run.empty((runs, features), np.float32)
-            numbers = (i32(rows), i32(features), i32(RUN_ROWS))
-            run.launch("column_sums_bf16", (-(-features // 32), runs), Out(partial), _on_device(dy), *numbers)
-            bias.receive(lambda out: self._sum_runs(_on_device(out), partial))
+            partial = self.column_sums(_on_device(dy))
+            bias.receive(lambda out: self.sum_runs(_on_device(out), partial))
             x.accumulate(dy)
 
         return tape.record(_as_data(y), backward, bias)
+
+    def column_sums(self, x: DeviceArray) -> DeviceArray:
+        """Return the sums of each column over runs of rows; see `sum_runs`."""
+        (rows, features), runs = x.shape, -(-len(x) // RUN_ROWS)
+        partial = self.executor.empty((runs, features), np.float32)
+        numbers = (i32(rows), i32(features), i32(RUN_ROWS))
+        self.executor.launch("column_sums_bf16", (-(-features // 32), runs), Out(partial), x, *numbers)
+        return partial
 
     def gelu(self, tape: Tape, x: Tensor) -> Tensor:
         """See `ops.gelu`."""
@@ -269,24 +333,40 @@ class CudaOperators:
         rows: int | None = None,
     ) -> Tensor:
         """See `ops.dropout`: the same numbers, so the same elements are dropped."""
-        run, features = self.executor, x.data.shape[1]
+        samples = self.executor.upload(noise.samples.astype(np.int64))
         all_rows = len(x.data) if rows is None else rows
-        each = all_rows // len(noise.samples) * features
-        least, factor = min(int(rate * 2**32), 2**32 - 1), 1.0 / (1.0 - rate)
-        samples = run.upload(noise.samples.astype(np.int64))
-        place = (int(Purpose.DROPOUT) << 24) | site
 
         def thinned(values: DeviceArray) -> DeviceArray:
             made = values.room(self.dtype)
-            sizes = (u64(values.size), u64(first_row * features), u64(each), u64(noise.seed))
-            numbers = (u32(place), u32(noise.step & 0xFFFFFFFF), u32(least), f32(factor))
-            run.each("dropout_bf16", -(-values.size // 4), Out(made), values, samples, *sizes, *numbers)
+            self.thin(
+                made, values, samples, rate=rate, noise=noise, site=site, first_row=first_row, rows=all_rows
+            )
             return made
 
         def backward(dy: Array) -> None:
             x.accumulate(_as_data(thinned(_on_device(dy))))
 
         return tape.record(_as_data(thinned(_on_device(x.data))), backward)
+
+    def thin(
+        self,
+        y: DeviceArray,
+        x: DeviceArray,
+        samples: DeviceArray,
+        *,
+        rate: float,
+        noise: Noise,
+        site: int,
+        first_row: int,
+        rows: int,
+    ) -> None:
+        """Write `x` after dropout to `y`. samples: those of `noise`; rows: of all samples."""
+        features = x.shape[1]
+        each, place = rows // len(noise.samples) * features, (int(Purpose.DROPOUT) << 24) | site
+        least, factor = min(int(rate * 2**32), 2**32 - 1), 1.0 / (1.0 - rate)
+        sizes = (u64(x.size), u64(first_row * features), u64(each), u64(noise.seed))
+        numbers = (u32(place), u32(noise.step & 0xFFFFFFFF), u32(least), f32(factor))
+        self.executor.each("dropout_bf16", -(-x.size // 4), Out(y), x, samples, *sizes, *numbers)
 
     # ---- attention
 
@@ -312,23 +392,47 @@ class CudaOperators:
         """See `ops.causal_attention`. bias: (heads, context) float32 on the device."""
         run, packed, by_distance = self.executor, _on_device(qkv.data), _on_device(bias)
         rows, width = packed.shape
-        length, depth = rows // batch, width // (3 * heads)
-        tiles = -(-length // ATTENTION_TILE)
-        sizes = (i32(length), i32(heads), i32(heads), i32(by_distance.shape[1]))
         y = run.empty((rows, width // 3), self.dtype)
-        logs = run.empty((batch, heads, length), np.float32)
-        grid = (tiles, batch * heads)
-        run.launch(f"attention_{depth}", grid, Out(y), Out(logs), packed, by_distance, *sizes)
+        logs = run.empty((batch, heads, rows // batch), np.float32)
+        self.attend(y, logs, packed, by_distance)
 
         def backward(dy: Array) -> None:
-            slope, delta = _on_device(dy), logs.room(np.float32)
-            warps = BY_NAME[f"attention_delta_{depth}"].block // 32
-            numbers = (i32(length), i32(heads), i32(rows))
-            run.launch(f"attention_delta_{depth}", -(-rows * heads // warps), Out(delta), slope, y, *numbers)
             dqkv = packed.room(self.dtype)
-            given = (slope, logs, delta, packed, by_distance, *sizes)
-            for name in ("keys", "queries"):
-                run.launch(f"attention_{name}_grad_{depth}", grid, Out(dqkv), *given)
+            self.attention_slope(dqkv, _on_device(dy), y, logs, packed, by_distance)
             qkv.accumulate(_as_data(dqkv))
 
         return tape.record(_as_data(y), backward)
+
+    def attend(self, y: DeviceArray, logs: DeviceArray, qkv: DeviceArray, bias: DeviceArray) -> None:
+        """Write attention to `y`, and the log-sums of its rows to `logs`, (batch, heads, T)."""
+        depth, grid, sizes = _attention_sizes(logs, qkv, bias)
+        self.executor.launch(f"attention_{depth}", grid, Out(y), Out(logs), qkv, bias, *sizes)
+
+    def attention_slope(
+        self,
+        dqkv: DeviceArray,
+        dy: DeviceArray,
+        y: DeviceArray,
+        logs: DeviceArray,
+        qkv: DeviceArray,
+        bias: DeviceArray,
+    ) -> None:
+        """Write the gradient of `qkv`, given what `attend` was given and wrote."""
+        run, delta, rows = self.executor, logs.room(np.float32), len(qkv)
+        depth, grid, sizes = _attention_sizes(logs, qkv, bias)
+        heads, warps = logs.shape[1], BY_NAME[f"attention_delta_{depth}"].block // 32
+        numbers = (i32(logs.shape[2]), i32(heads), i32(rows))
+        run.launch(f"attention_delta_{depth}", -(-rows * heads // warps), Out(delta), dy, y, *numbers)
+        given: tuple[Argument, ...] = (dy, logs, delta, qkv, bias, *sizes)
+        for name in ("keys", "queries"):
+            run.launch(f"attention_{name}_grad_{depth}", grid, Out(dqkv), *given)
+
+
+def _attention_sizes(
+    logs: DeviceArray, qkv: DeviceArray, bias: DeviceArray
+) -> tuple[int, tuple[int, int], tuple[np.int32, ...]]:
+    """Return the features of a head, the grid, and the numbers that the kernels are given."""
+    batch, heads, length = logs.shape
+    tiles = -(-length // ATTENTION_TILE)
+    sizes = (i32(length), i32(heads), i32(heads), i32(bias.shape[1]))
+    return qkv.shape[1] // (3 * heads), (tiles, batch * heads), sizes

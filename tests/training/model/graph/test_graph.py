@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.training.config import GPTConfig
+from zbmd.training.model.gpt import GPT
 from zbmd.training.model.graph.fusion import Target, fuse
 from zbmd.training.model.graph.ir import Graph, GraphFlawed, Node, Value
 from zbmd.training.model.graph.memory import plan_memory
 from zbmd.training.model.graph.trace import trace_step
-from zbmd.training.model.gpt import GPT
 
 OURS = GPTConfig(context=16, width=64, heads=1, layers=2)
 GPT2 = replace(OURS, family="gpt2", activation="gelu", dropout=0.1)

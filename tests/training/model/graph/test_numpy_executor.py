@@ -13,12 +13,12 @@ import pytest
 
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.config import GPTConfig
+from zbmd.training.model.gpt import GPT
 from zbmd.training.model.graph.fusion import Target, fuse
 from zbmd.training.model.graph.ir import Graph
 from zbmd.training.model.graph.memory import MemoryPlan, plan_memory
 from zbmd.training.model.graph.numpy_executor import GraphRun
 from zbmd.training.model.graph.trace import Traced, trace_step
-from zbmd.training.model.gpt import GPT
 
 Array = npt.NDArray[Any]
 OURS = GPTConfig(context=16, width=64, heads=1, layers=2)

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from zbmd.training.autograd.array_module import bfloat16
 from zbmd.training.autograd.rng import Noise
-from zbmd.training.graph.ir import ACTIVATIONS, Graph, Node
-from zbmd.training.graph.memory import plan_memory
-from zbmd.training.graph.trace import Traced
+from zbmd.training.model.graph.ir import ACTIVATIONS, Graph, Node
+from zbmd.training.model.graph.memory import plan_memory
+from zbmd.training.model.graph.trace import Traced
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.operators import CudaOperators, PendingLoss

@@ -59,7 +59,7 @@ COMMANDS = (
     *("demo", "train", "generate", "ledger", "plot", "replay", "flights", "profile", "goodput", "snapshots"),
     *("diagnose", "inject"),
     *("trace", "query", "export", "dashboard", "checkpoint", "checkpoint convert", "plan"),
-    *("plan pipeline", "sim", "sim hunt", "sim run", "sim list", "sim collectives"),
+    *("plan pipeline", "plan graph", "sim", "sim hunt", "sim run", "sim list", "sim collectives"),
     *("bench", "bench p2p", "bench put", "bench collectives", "bench detect", "bench actors"),
 )
 

@@ -122,7 +122,7 @@ def _objects(path: Path, start: int = 0) -> Generator[tuple[int, Any]]:
 
 
 def _records_backwards(path: Path) -> Generator[CommitRecord]:
-    """Yield the records of a log from its last on, to its header. Raises `_Damaged`, at a torn end too."""
+    """Yield the records of a log from its last one on, to its header. Raises `_Damaged`, at a torn end too."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -443,7 +443,7 @@ class RunLog:
         if self._log is None and record.version > self.first + 1 and not self._is_ours():
             raise UserError(
                 f"the state of this run that memory has held is at step {record.version}: expected a commit "
-                f"log of the steps before it at {self.path}, found none. Restore the run's directory or free "
+                f"log of the steps before it at {self.path}, found none. Restore the run's directory, or free "
                 f"the memory with `zbmd snapshots --job {self._header.run_id} --drop` and begin again."
             )
         self._opened().append(record)

@@ -22,6 +22,7 @@ COOKIE = secrets.token_hex(32)
 
 
 def test_two_of_four_hosts_are_lost_at_once(tmp_path: Path) -> None:
+    """The job may begin before the last host is there, so any of ranks 1 to 3 may be on host 3."""
     netns.require_lab()
     layers = ("--layers", "4")
     arguments = [*SHAPE, *layers, "--steps", str(STEPS), "--data", str(write_text(tmp_path / "text"))]
@@ -32,7 +33,7 @@ def test_two_of_four_hosts_are_lost_at_once(tmp_path: Path) -> None:
         stack.enter_context(contextlib.chdir(tmp_path))
         lab = stack.enter_context(Lab(HOSTS))
         nodes = [stack.enter_context(_node(lab, host, job)) for host in lab.hosts]
-        nodes[3].until(r"\[rank3\]: rank 3 stands still in step 4")
+        nodes[3].until(r"\]: a rank stands still in step 4")
         for node in nodes[2:]:
             node.close()
         again = [stack.enter_context(_node(lab, host, job)) for host in lab.hosts[2:]]

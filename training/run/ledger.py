@@ -443,8 +443,8 @@ class RunLog:
         if self._log is None and record.version > self.first + 1 and not self._is_ours():
             raise UserError(
                 f"the state of this run that memory has held is at step {record.version}: expected a commit "
-                f"log of the steps before it at {self.path}, found none. Restore the run's directory, or free "
-                f"the memory with `zbmd snapshots --job {self._header.run_id} --drop` and begin again."
+                f"log of the steps before it at {self.path}, found none. Restore the run's directory, or "
+                f"free the memory with `zbmd snapshots --job {self._header.run_id} --drop` and begin again."
             )
         self._opened().append(record)
 

@@ -14,10 +14,10 @@ from support.devices.kernel_numbers import by_numpy, nothing_compiled
 
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.config import GPTConfig
+from zbmd.training.model.gpt import GPT
 from zbmd.training.model.graph.cuda_executor import CudaGraphRun
 from zbmd.training.model.graph.fusion import fuse
 from zbmd.training.model.graph.trace import trace_step
-from zbmd.training.model.gpt import GPT
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.module import DeviceModule
 from zbmd.transport.errors import UserError

@@ -122,7 +122,7 @@ def _objects(path: Path, start: int = 0) -> Generator[tuple[int, Any]]:
 
 
 def _records_backwards(path: Path) -> Generator[CommitRecord]:
-    """Yield the records of a log from its last one on, to its header. Raises `_Damaged`, at a torn end too."""
+    """Yield the records of a log from its last one to its header. Raises `_Damaged`, at a torn end too."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:

@@ -26,7 +26,10 @@ HEALTHY = "none"
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One case: what was injected, what was found. rank_right, line_right: None where none is to be named."""
+    """One case: what was injected, what was found. rank_right, line_right: None where none is to be named.
+
+    place: that was named; empty where the rank was ended before it could raise.
+    """
 
     kind: str
     seed: int
@@ -41,6 +44,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float
     seconds: float
     summary: str
+    place: str = ""
 
 
 def run_case(kind: Kind, seed: int, out: Path) -> CaseResult:
@@ -86,6 +90,7 @@ def _judged(kind: Kind, case: Drawn, found: Diagnosis, error: str, seconds: floa
         confidence=0.0 if root is None else root.confidence,
         seconds=round(seconds, 2),
         summary=error[:300] if error else "" if root is None else root.summary[:300],
+        place="" if root is None else root.place,
     )
 
 

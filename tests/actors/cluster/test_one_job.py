@@ -188,17 +188,26 @@ def test_of_two_orders_the_second_is_refused_and_harms_nobody() -> None:
     assert w.codes == {one: 0, two: 0, lower: 0}
 
 
-def test_a_users_own_mistake_is_code_2_a_kill_is_75_and_another_failure_is_1() -> None:
-    killed = (-signal.SIGKILL, REQUEUE_EXIT_CODE)
-    for code, expected in ((USAGE_EXIT_CODE, USAGE_EXIT_CODE), (3, 1), killed, (-signal.SIGSEGV, 1)):
-        w = World(on_loss=OnLoss.STOP)
-        keys = w.start(1, 2)
-        w.settle()
-        w.end_ranks(code)
-        w.settle()
-        w.end_ranks(-15)
-        w.settle()
-        assert w.codes == dict.fromkeys(keys, expected)
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (USAGE_EXIT_CODE, USAGE_EXIT_CODE),
+        (3, 1),
+        (-signal.SIGKILL, REQUEUE_EXIT_CODE),
+        (-signal.SIGSEGV, 1),
+    ],
+)
+def test_a_users_own_mistake_is_code_2_a_kill_is_75_and_another_failure_is_1(
+    code: int, expected: int
+) -> None:
+    w = World(on_loss=OnLoss.STOP)
+    keys = w.start(1, 2)
+    w.settle()
+    w.end_ranks(code)
+    w.settle()
+    w.end_ranks(-15)
+    w.settle()
+    assert w.codes == dict.fromkeys(keys, expected)
 
 
 def test_who_is_asked_to_end_stops_the_job_on_all_nodes() -> None:

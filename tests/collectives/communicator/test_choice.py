@@ -84,22 +84,22 @@ def test_over_hosts_bytes_cross_as_seldom_as_they_can() -> None:
         assert chosen(Operation.BROADCAST, nbytes, n=16, hosts=16, model=MANY_HOSTS).algorithm == "tree"
 
 
+@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 21, 1 << 24, 1 << 28])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_ranks_of_several_hosts_swap_nothing(n: int) -> None:
-    for nbytes in (1 << 16, 1 << 21, 1 << 24, 1 << 28):
-        choice = choose(
-            Operation.ALL_REDUCE,
-            n=n,
-            nbytes=nbytes,
-            published_bytes=nbytes,
-            hosts=n,
-            model=MANY_HOSTS,
-            override="",
-            far=True,
-        )
-        assert "swap" not in {choice.algorithm, *dict(choice.predicted_ns)}
-        if n == 2:
-            assert choice.algorithm == "direct"
+def test_ranks_of_several_hosts_swap_nothing(n: int, nbytes: int) -> None:
+    choice = choose(
+        Operation.ALL_REDUCE,
+        n=n,
+        nbytes=nbytes,
+        published_bytes=nbytes,
+        hosts=n,
+        model=MANY_HOSTS,
+        override="",
+        far=True,
+    )
+    assert "swap" not in {choice.algorithm, *dict(choice.predicted_ns)}
+    if n == 2:
+        assert choice.algorithm == "direct"
 
 
 def test_an_override_goes_before_the_model() -> None:

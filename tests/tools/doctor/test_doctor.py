@@ -560,12 +560,12 @@ def test_what_is_no_peer(text: str) -> None:
         parse_peer(text)
 
 
-def test_the_report_of_any_budget_prints() -> None:
-    for budget_ns in (10**8, 10**9, 6 * 10**11):
-        report = doctor.deadline_report(derive(budget_ns), "here")
-        findings = list(doctor.deadline_findings(report))
-        assert findings[0].state is FindingState.OK
-        assert len(findings) == 1 + len(report.derived) + len(report.fixed)
+@pytest.mark.parametrize("budget_ns", [10**8, 10**9, 6 * 10**11])
+def test_the_report_of_any_budget_prints(budget_ns: int) -> None:
+    report = doctor.deadline_report(derive(budget_ns), "here")
+    findings = list(doctor.deadline_findings(report))
+    assert findings[0].state is FindingState.OK
+    assert len(findings) == 1 + len(report.derived) + len(report.fixed)
 
 
 def test_asyncio_and_output_are_left_as_they_were() -> None:

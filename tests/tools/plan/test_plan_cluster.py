@@ -67,16 +67,16 @@ def test_tokens_a_second_follow_from_mfu_by_6_flops_a_parameter(
     assert plan.goodput is not None and plan.goodput.tokens < tokens
 
 
-def test_the_state_of_a_parameter_takes_16_bytes_and_zero_divides_it() -> None:
+@pytest.mark.parametrize(("zero", "published_gb"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_state_of_a_parameter_takes_16_bytes_and_zero_divides_it(zero: int, published_gb: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB."""
     shape = model(7.5e9)
-    for zero, published_gb in ((0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)):
-        fsdp, dp = (64, 1) if zero else (1, 64)
-        found = rank_memory(shape, Strategy(dp=dp, fsdp=fsdp, zero=zero), 1)
-        state = found.weights + found.gradients + found.optimizer
-        if zero == 3:  # without the layers that are gathered
-            state -= 2 * 2 * shape.parameters / shape.layers
-        assert state / GB == pytest.approx(published_gb, abs=0.05)
+    fsdp, dp = (64, 1) if zero else (1, 64)
+    found = rank_memory(shape, Strategy(dp=dp, fsdp=fsdp, zero=zero), 1)
+    state = found.weights + found.gradients + found.optimizer
+    if zero == 3:  # without the layers that are gathered
+        state -= 2 * 2 * shape.parameters / shape.layers
+    assert state / GB == pytest.approx(published_gb, abs=0.05)
 
 
 def test_activations_of_gpt_3_are_those_of_the_paper() -> None:
@@ -132,19 +132,22 @@ def test_every_candidate_uses_all_accelerators_and_is_slower_than_its_arithmetic
         assert one.fits == (one.memory.total <= cluster.memory)
 
 
-def test_a_slower_network_never_makes_a_step_faster() -> None:
-    shape = model(70e9)
-    for mesh in (
+@pytest.mark.parametrize(
+    "mesh",
+    [
         Strategy(dp=64),
         Strategy(fsdp=64, zero=3),
         Strategy(dp=8, fsdp=8, zero=3),
         Strategy(dp=8, tp=8),
         Strategy(fsdp=4, tp=8, pp=2, zero=1),
         Strategy(dp=32, cp=2),
-    ):
-        slow = step_time(shape, mesh, h100(network=1 * GB), 4)
-        fast = step_time(shape, mesh, h100(network=50 * GB), 4)
-        assert slow.total > fast.total and slow.arithmetic == fast.arithmetic
+    ],
+)
+def test_a_slower_network_never_makes_a_step_faster(mesh: Strategy) -> None:
+    shape = model(70e9)
+    slow = step_time(shape, mesh, h100(network=1 * GB), 4)
+    fast = step_time(shape, mesh, h100(network=50 * GB), 4)
+    assert slow.total > fast.total and slow.arithmetic == fast.arithmetic
 
 
 def test_the_bubble_is_that_of_1f1b_and_a_ring_moves_its_share() -> None:

@@ -204,11 +204,20 @@ async def test_clocks_of_hosts_are_brought_together_by_operations(data: str, tmp
 # ---- what cannot be asked for
 
 
-def test_what_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in (
-        (["profile", str(tmp_path)], "no profile in"),
-        (["trace", str(tmp_path)], "no spans"),
-        (["trace", str(tmp_path), "--steps", "4:2"], "first and the last"),
-    ):
-        assert cli.main(arguments) == 2
-        assert words in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("profile", (), "no profile in"),
+        ("trace", (), "no spans"),
+        ("trace", ("--steps", "4:2"), "first and the last"),
+    ],
+)
+def test_what_is_not_there_is_told(
+    command: str,
+    options: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([command, str(tmp_path), *options]) == 2
+    assert words in capsys.readouterr().err

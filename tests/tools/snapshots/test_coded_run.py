@@ -78,24 +78,34 @@ def test_more_losses_than_parities_end_the_run_with_the_last_checkpoint_named(la
     assert "lost/checkpoint.json" in told, ended
 
 
-def test_what_a_mesh_does_not_have_is_refused(launcher: Launcher) -> None:
-    for ranks, options, words in (
-        (2, ("--redundancy", "ec:2+0"), "expected auto, replica, buddy, ec:K+M"),
-        (2, ("--redundancy", "ec:2+1"), "ranks along dp of dp=2 hold the same already"),
-        (2, ("--mesh", "pp=2", "--redundancy", "ec:2+1"), "expected 2 or more hosts for the shards"),
-        (2, ("--mesh", "pp=2", "--redundancy", "replica"), "no two ranks of"),
-        (2, ("--redundancy", "buddy"), "hold the same already"),
-        (2, ("--offload", "files", "--redundancy", "none"), "the state is in files"),
-    ):
-        ended = trained(launcher, ranks, "refused", *options)
-        assert ended.code == 2 and words in "\n".join(ended.errors), ended
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--redundancy", "ec:2+0"), "expected auto, replica, buddy, ec:K+M"),
+        (("--redundancy", "ec:2+1"), "ranks along dp of dp=2 hold the same already"),
+        (("--mesh", "pp=2", "--redundancy", "ec:2+1"), "expected 2 or more hosts for the shards"),
+        (("--mesh", "pp=2", "--redundancy", "replica"), "no two ranks of"),
+        (("--redundancy", "buddy"), "hold the same already"),
+        (("--offload", "files", "--redundancy", "none"), "the state is in files"),
+    ],
+)
+def test_what_a_mesh_does_not_have_is_refused(
+    launcher: Launcher, options: tuple[str, ...], words: str
+) -> None:
+    ended = trained(launcher, 2, "refused", *options)
+    assert ended.code == 2 and words in "\n".join(ended.errors), ended
 
 
-def test_the_choice_is_stated_with_its_reason(launcher: Launcher) -> None:
-    for options, words in (
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ((), "redundancy replica: ranks along dp hold the same"),
         (("--mesh", "pp=2"), "redundancy buddy: each state is on one rank: another rank has a copy"),
         (("--mesh", "pp=2", "--redundancy", "none"), "redundancy none: it was asked for"),
-    ):
-        ended = trained(launcher, 2, f"out{len(options)}", *options)
-        assert ended.code == 0 and any(words in line for line in ended.errors), ended
+    ],
+)
+def test_the_choice_is_stated_with_its_reason(
+    launcher: Launcher, options: tuple[str, ...], words: str
+) -> None:
+    ended = trained(launcher, 2, "out", *options)
+    assert ended.code == 0 and any(words in line for line in ended.errors), ended

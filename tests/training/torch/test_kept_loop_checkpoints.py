@@ -122,15 +122,18 @@ async def test_checkpoints_that_cannot_be_written_end_no_loop(
     assert f"step {STEPS} not saved: see above" in told and len(losses_in(tmp_path / "run")) == STEPS
 
 
-def test_options_that_keep_nothing_are_refused() -> None:
-    """Before anything of PyTorch's groups is asked for."""
-    ours = importlib.import_module("zbmd.training.torch.resilient")
-    model = importlib.import_module("torch").nn.Linear(1, 1)
-    for options, words in (
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({"keep_checkpoints": 0}, "keep_checkpoints=….: expected at least 1, got 0"),
         ({"keep_every": -1}, "keep_every=….: expected 0 or more steps, got -1"),
         ({"checkpoint_codec": "gzip"}, "checkpoint_codec=….: expected none or zstd, got 'gzip'"),
         ({"checkpoint_every": -3}, "checkpoint_every=….: expected auto or 0 or more"),
-    ):
-        with pytest.raises(Exception, match=words):
-            ours.resilient(model, None, out="unused", **options)
+    ],
+)
+def test_options_that_keep_nothing_are_refused(options: dict[str, object], words: str) -> None:
+    """Before anything of PyTorch's groups is asked for."""
+    ours = importlib.import_module("zbmd.training.torch.resilient")
+    model = importlib.import_module("torch").nn.Linear(1, 1)
+    with pytest.raises(Exception, match=words):
+        ours.resilient(model, None, out="unused", **options)

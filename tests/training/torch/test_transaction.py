@@ -248,16 +248,16 @@ def test_a_replacement_takes_its_shard_from_its_buddy_and_its_copy_from_its_ward
     assert fresh.report == Report(version=3, voted=False, fresh=False, keeps=True, division=part(2, 4))
 
 
-def test_who_is_behind_promotes_before_a_shard_moves() -> None:
+@pytest.mark.parametrize(("place", "then"), [(0, tx.Promote(version=4)), (1, tx.Meet()), (2, tx.Meet())])
+def test_who_is_behind_promotes_before_a_shard_moves(place: int, then: tx.Action) -> None:
     reports = ("3vk", "4k", "f")
-    for place, then in ((0, tx.Promote(version=4)), (1, tx.Meet()), (2, tx.Meet())):
-        one = sharded(reports[place], place, 3)
-        assert one.handle(met_sharded(place, *reports), now_ns=0) == [tx.Share(version=4, source=1)]
-        assert one.handle(tx.Shared(), now_ns=0) == [then]
-        one.handle(tx.Cut(), now_ns=0)
-        actions = one.handle(met_sharded(place, "4k", "4k", "f"), now_ns=0)
-        moves = [each for each in actions if isinstance(each, Move)]
-        assert moves and {each.version for each in moves} == {4}
+    one = sharded(reports[place], place, 3)
+    assert one.handle(met_sharded(place, *reports), now_ns=0) == [tx.Share(version=4, source=1)]
+    assert one.handle(tx.Shared(), now_ns=0) == [then]
+    one.handle(tx.Cut(), now_ns=0)
+    actions = one.handle(met_sharded(place, "4k", "4k", "f"), now_ns=0)
+    moves = [each for each in actions if isinstance(each, Move)]
+    assert moves and {each.version for each in moves} == {4}
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_one_of_each_cheap_kind_has_the_right_root(tmp_path: Path) -> None:
     results = read_results(out / "results.jsonl")
     assert sorted(one.kind for one in results) == sorted(CHEAP), ended.stderr
     wrong = [one for one in results if not one.right or (one.place and one.line_right is False)]
-    assert not wrong and ended.returncode == 0, (wrong, ended.stderr)
+    assert not wrong and ended.returncode == 0, f"{'; '.join(map(str, wrong))}\n{ended.stderr}"
     assert len(table(results)) == len(CHEAP) + 3
 
 

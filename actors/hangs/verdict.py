@@ -47,7 +47,7 @@ class HangNotice:
     """One hang, once as it is found and once, with `over`, when it has gone.
 
     culprits: (rank, incarnation) of those that the others wait for, none if all wait alike; stack: of the
-    first of them, a line a frame; next_step: what follows from it, in words; doing: see `Place`.
+    first of them, a line a frame; next_step: a sentence on what happens next; doing: see `Place`.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Records of a launcher: what became of each rank, in words and numbers, for whoever looks afterwards.
+"""Records of a launcher, for `zbmd diagnose`: how each rank ended, hangs, views, and its own end.
 
 A launcher appends JSON lines to `launches/<when>-<host>-<pid>.jsonl` in each directory that has to do with
 it: its `--log-dir`, else the user's own, and those of the runs that its ranks begin. A launch has one file in

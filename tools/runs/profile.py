@@ -24,7 +24,7 @@ from zbmd.training.profiler.lines import (
     read_profiles,
     summary_of,
 )
-from zbmd.training.profiler.peak import MachineDescription, known_peak, known_stream, peak_of, this_machine
+from zbmd.training.profiler.peak import MachineDescription, known, known_peak, peak_of, this_machine
 from zbmd.training.profiler.ring import RECORDS_MAX, GroupLine, Records, Spans, read_ring
 from zbmd.transport.clock.offsets import Delay, Offset, offset_between, offsets_from_first
 from zbmd.transport.errors import UserError
@@ -394,7 +394,8 @@ def _peaks_of(life: RankProfile) -> tuple[float | None, float | None]:
     if run.peak is not None and run.stream is not None:
         return run.peak, run.stream
     together = peak_here(run.machine)
-    stream = known_stream(run.machine)
+    found = known(run.machine)
+    stream = None if found is None else found.bytes_per_s
     of_rank = (None if each is None else each / run.ranks_on_host for each in (together, stream))
     flops_per_s, bytes_per_s = of_rank
     return flops_per_s, bytes_per_s

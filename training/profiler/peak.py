@@ -87,17 +87,12 @@ def this_machine(
 def known_peak(machine: MachineDescription) -> float | None:
     """Return the cached FLOPs a second of `machine`; None if it was not measured or the cache is
     unreadable."""
-    found = _known(machine)
+    found = known(machine)
     return None if found is None else found.flops_per_s
 
 
-def known_stream(machine: MachineDescription) -> float | None:
-    """Return the cached bytes a second of `machine`; None as of `known_peak`."""
-    found = _known(machine)
-    return None if found is None else found.bytes_per_s
-
-
-def _known(machine: MachineDescription) -> Peak | None:
+def known(machine: MachineDescription) -> Peak | None:
+    """Return the cached measurements of `machine`; None as of `known_peak`."""
     return next((peak for peak in _cached() if peak.machine == machine), None)
 
 
@@ -106,9 +101,9 @@ def peak_of(machine: MachineDescription) -> float:
 
     Raises `UserError` if it cannot be measured.
     """
-    known = _known(machine)
-    if known is not None and known.bytes_per_s is not None:
-        return known.flops_per_s
+    before = known(machine)
+    if before is not None and before.bytes_per_s is not None:
+        return before.flops_per_s
     found, stream = measured(machine)
     kept = [peak for peak in _cached() if peak.machine != machine]
     kept = [*kept[1 - PEAKS_MAX :], Peak(machine=machine, flops_per_s=found, bytes_per_s=stream)]

@@ -44,7 +44,7 @@ from zbmd.training.profiler.lines import (
     old_path,
 )
 from zbmd.training.profiler.operations import OpSampler
-from zbmd.training.profiler.peak import known_peak, known_stream, this_machine
+from zbmd.training.profiler.peak import known, this_machine
 from zbmd.training.profiler.ring import (
     RING_BYTES,
     GroupLine,
@@ -339,7 +339,7 @@ def open_profiler(
     launched = RankEnvironment.read(environ)
     ranks_on_host = 1 if launched is None else launched.ranks_per_host
     machine = this_machine(parallel=ranks_on_host, dtype=dtype, environ=environ)
-    peak, stream = known_peak(machine), known_stream(machine)
+    peak = known(machine)
     run = RunLine(
         version=VERSION,
         rank=0 if launched is None else launched.rank,
@@ -353,9 +353,9 @@ def open_profiler(
         process_ns=started(os.getpid()) * 1_000_000_000 // os.sysconf("SC_CLK_TCK"),
         ranks_on_host=ranks_on_host,
         machine=machine,
-        peak=None if peak is None else peak / ranks_on_host,
+        peak=None if peak is None else peak.flops_per_s / ranks_on_host,
         units=() if model is None else _unit_lines(model, sequences),
-        stream=None if stream is None else stream / ranks_on_host,
+        stream=None if peak is None or peak.bytes_per_s is None else peak.bytes_per_s / ranks_on_host,
     )
     return Profiler(directory if wanted == "on" else None, run, ops_every=ops_every)
 

@@ -34,7 +34,7 @@ class RankDown:
     confirmed_ns: the kernel reported its end; code: its exit code, or minus the signal that ended it;
     normal: exit code 0; no_memory: the kernel ended it for want of memory, as `reason` says; expected: it
     ended because it was asked to; tail: the last lines of its standard
-    error; next_step: what follows from it, in words; cause: of the exception that ended it, see
+    error; next_step: a sentence on what happens next; cause: of the exception that ended it, see
     `zbmd.actors.process.exit.cause_of`.
     """
 

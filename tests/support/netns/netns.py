@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import select
 import subprocess
 import sys
@@ -17,6 +18,9 @@ import pytest
 from zbmd.tools.lab.hosts.netns import Lab, LabHost, why_not
 
 TIMEOUT_S = 180.0
+PORT = 29400
+"""Of a host that nobody else is on."""
+COOKIE = secrets.token_hex(32)
 PEER = str(Path(__file__).with_name("netns_peer.py"))
 
 
@@ -76,6 +80,29 @@ def process(host: LabHost, *command: str, timeout_s: float = TIMEOUT_S) -> Gener
         yield running
     finally:
         running.close()
+
+
+def run_node(
+    lab: Lab,
+    host: LabHost,
+    *words: str,
+    nnodes: str,
+    ranks: int = 1,
+    number: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> contextlib.AbstractContextManager[Process]:
+    """Return `zbmd-node run` on a host of a run whose first node is on host 0. words: more options, the job.
+
+    number: of the node, that of its host by default. timeout_s: as of `process`.
+    """
+    cookie = host.home / "cookie"
+    cookie.touch(mode=0o600)
+    cookie.write_text(COOKIE)
+    node = str(host.number if number is None else number)
+    options = ("--nnodes", nnodes, "--nproc-per-node", str(ranks), "--node-rank", node)
+    door = ("--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}")
+    command = str(Path(sys.executable).with_name("zbmd-node"))
+    return process(host, command, "run", *options, *door, *words, timeout_s=timeout_s)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,6 @@ ZeRO goes on with the ranks that are left; the stages of a pipeline wait for ano
 from __future__ import annotations
 
 import contextlib
-import secrets
-import sys
 from pathlib import Path
 
 import msgspec
@@ -19,8 +17,6 @@ from support.netns.netns import Process
 
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
 from zbmd.tools.lab.hosts.netns import Lab, LabHost
-
-PORT = 29400
 
 
 @pytest.mark.parametrize(
@@ -55,11 +51,4 @@ def test_what_a_lost_host_held_comes_from_the_other(tmp_path: Path, options: tup
 
 def _node(lab: Lab, host: LabHost, job: list[str]) -> contextlib.AbstractContextManager[Process]:
     """`zbmd-node run` on a host. One node is enough for its ranks to stay, with what they hold."""
-    host.home.joinpath("cookie").touch(mode=0o600)
-    host.home.joinpath("cookie").write_text(COOKIE)
-    options = ("--nnodes", "1:2", "--nproc-per-node", "2", "--node-rank", str(host.number))
-    door = ("--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}", "--max-restarts", "9")
-    return netns.process(host, str(Path(sys.executable).with_name("zbmd-node")), "run", *options, *door, *job)
-
-
-COOKIE = secrets.token_hex(32)
+    return netns.run_node(lab, host, "--max-restarts", "9", *job, nnodes="1:2", ranks=2)

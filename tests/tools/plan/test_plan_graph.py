@@ -1,4 +1,4 @@
-"""`zbmd plan graph`: nodes, decisions and memory as text and JSON, and bad input in words."""
+"""`zbmd plan graph`: nodes, decisions and memory as text and JSON, and errors of bad input."""
 
 from __future__ import annotations
 

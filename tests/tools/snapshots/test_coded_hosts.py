@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
-import sys
 from pathlib import Path
 
 import msgspec
@@ -16,9 +14,7 @@ from support.netns.netns import Process
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
 from zbmd.tools.lab.hosts.netns import Lab, LabHost
 
-PORT = 29400
 HOSTS = 4
-COOKIE = secrets.token_hex(32)
 
 
 def test_two_of_four_hosts_are_lost_at_once(tmp_path: Path) -> None:
@@ -44,9 +40,4 @@ def test_two_of_four_hosts_are_lost_at_once(tmp_path: Path) -> None:
 
 def _node(lab: Lab, host: LabHost, job: list[str]) -> contextlib.AbstractContextManager[Process]:
     """`zbmd-node run` on a host; two are enough for their ranks to stay, with what they hold."""
-    host.home.joinpath("cookie").touch(mode=0o600)
-    host.home.joinpath("cookie").write_text(COOKIE)
-    options = ("--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", "--node-rank", str(host.number))
-    door = ("--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}", "--max-restarts", "9")
-    command = str(Path(sys.executable).with_name("zbmd-node"))
-    return netns.process(host, command, "run", *options, *door, *job)
+    return netns.run_node(lab, host, "--max-restarts", "9", *job, nnodes=f"2:{HOSTS}")

@@ -29,7 +29,8 @@ class CudaGraphRun:
     """
 
     def __init__(self, traced: Traced, graph: Graph, executor: Executor) -> None:
-        missing = sorted({node.op for node in graph.nodes} - self._launches().keys())
+        self._by_op = self._launches()
+        missing = sorted({node.op for node in graph.nodes} - self._by_op.keys())
         if missing:
             raise UserError(
                 f"the graph has ops without a kernel: {', '.join(missing)}. Attention has kernels for heads "
@@ -76,9 +77,10 @@ class CudaGraphRun:
                 self._held[number] = flat[value.name]
             elif value.source == "weight":
                 self._held[number] = weights[value.name]
-        launches = self._launches()
         for node in self.graph.nodes:
-            launches[node.op](self, node, *(self._held[number] for number in (*node.outputs, *node.inputs)))
+            self._by_op[node.op](
+                self, node, *(self._held[number] for number in (*node.outputs, *node.inputs))
+            )
         assert self._loss is not None, "a step has a loss"
         return self._loss
 

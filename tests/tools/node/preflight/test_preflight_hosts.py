@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from support.netns import netns
@@ -18,10 +16,8 @@ from zbmd.tools.lab.hosts.netns import Lab, LabHost
 from zbmd.tools.node.preflight.links import STRANGERS_MAX, TOKEN_BYTES, probe, serve_probe
 from zbmd.tools.node.preflight.survey import LinkSpeed
 
-PORT = 29400
 HOSTS = 4
 SLOW = 2
-COOKIE = secrets.token_hex(32)
 
 
 @pytest.mark.slow
@@ -42,12 +38,8 @@ def test_a_host_with_a_slow_cable_does_not_take_part() -> None:
 
 
 def _node(lab: Lab, host: LabHost, number: int) -> contextlib.AbstractContextManager[Process]:
-    host.home.joinpath("cookie").touch(mode=0o600)
-    host.home.joinpath("cookie").write_text(COOKIE)
-    options = ("--preflight", "--nnodes", str(HOSTS), "--nproc-per-node", "1")
-    where = ("--node-rank", str(number), "--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}")
-    command = str(Path(sys.executable).with_name("zbmd-node"))
-    return netns.process(host, command, "run", *options, *where, "-m", "this", timeout_s=240.0)
+    job = ("--preflight", "-m", "this")
+    return netns.run_node(lab, host, *job, nnodes=str(HOSTS), number=number, timeout_s=240.0)
 
 
 # ---- a link

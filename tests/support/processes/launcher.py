@@ -59,7 +59,7 @@ class Running:
         self.deadline_s = time.monotonic() + TIMEOUT_S
 
     def until(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Read until the pattern matches `count` times in whole lines; fails with all that was printed.
+        """Read until the pattern matches `count` times in whole lines; return these, not what one read brought beside.
 
         Python writes the end of a line to standard error by itself: a line without it is still being written.
         """
@@ -67,7 +67,7 @@ class Running:
         while len(found := list(wanted.finditer(self.text[: self.text.rfind("\n") + 1]))) < count:
             if not self._read():
                 pytest.fail(f"never printed {count} x {pattern!r}:\n{self.text}")
-        return found
+        return found[:count]
 
     def until_shown(self, text: str) -> None:
         """Read until the text is there, if its line has no end either."""

@@ -53,7 +53,7 @@ class Run:
         self._news.set()
 
     async def until(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Wait until `count` lines match; fails with all that was printed."""
+        """Wait until `count` lines match, and return the first so many; fails with all that was printed."""
         wanted = re.compile(pattern)
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -62,7 +62,7 @@ class Run:
                     self._news.clear()
                     found = [m for line in [*self.lines, *self.errors] if (m := wanted.search(line))]
                     if len(found) >= count:
-                        return found
+                        return found[:count]
                     if last:
                         break
                     await self._news.wait()

@@ -21,6 +21,8 @@ TOKENS: Final = 128
 TEXT_SHOWN: Final = 200
 FILE_BYTES_MAX: Final = 64 << 20
 """Size from which on no samples are added."""
+LAST_BYTES: Final = 1 << 16
+"""What of the end of the file is read for its last line: many times a line of so many tokens."""
 
 
 class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +38,25 @@ def read_samples(path: Path) -> Iterator[SampleLine]:
         data = path.read_bytes()[: 2 * FILE_BYTES_MAX]
     except FileNotFoundError:
         return
+    yield from _lines_in(data)
+
+
+def _lines_in(data: bytes) -> Iterator[SampleLine]:
     for line in data.splitlines():
         try:
             yield msgspec.json.decode(line, type=SampleLine)
         except (ValueError, RecursionError):
             continue
+
+
+def _last_step(path: Path) -> int:
+    """Return the step of the last sample, which is the latest, or -1."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LAST_BYTES))
+            return max((one.step for one in _lines_in(file.read())), default=-1)
+    except FileNotFoundError:
+        return -1
 
 
 def write_sample(directory: Path, config: GPTConfig, weights: Array, *, step: int, seed: int) -> None:
@@ -50,7 +66,7 @@ def write_sample(directory: Path, config: GPTConfig, weights: Array, *, step: in
     """
     path = directory / SAMPLES_NAME
     try:
-        if max((one.step for one in read_samples(path)), default=-1) >= step:
+        if _last_step(path) >= step:
             return  # repeated after a loss
         tokenizer = _tokenizer_in(directory, config)
         prompt = [ord("\n")] if tokenizer is None else [tokenizer.separator]

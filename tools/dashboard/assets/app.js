@@ -136,17 +136,17 @@ async function slowest() {
   const body = section("slowest", "Slowest operations", "time of their own, over the steps whose spans were kept or whose ops were sampled", true);
   const found = await ask("slowest_ops");
   if (!found.rows.length) return empty(body, "no spans are kept yet");
-  const known = (value, digits) => value === null ? "–" : number(value, digits);
+  const rate = (value) => value > 0 && value < 0.001 ? "< 0.001" : number(value);
   const ofOps = found.sampled ? [
     ["pass", (row) => row.pass], ["shape", (row) => `${row.shape} ${row.dtype}`],
-    ["wait ms", (row) => number(row.wait_ms), true], ["GFLOP/s", (row) => known(row.gflops), true],
+    ["wait ms", (row) => number(row.wait_ms), true], ["GFLOP/s", (row) => rate(row.gflops), true],
     ["of peak", (row) => row.of_peak === null ? "–" : percent(row.of_peak), true],
   ] : [];
   return table(body, [
     ["operation", (row) => row.op], ...ofOps.slice(0, 2), ["share", (row) => percent(row.share), true],
     ["ms in all", (row) => number(row.total_ms, 4), true], ["ms a step", (row) => number(row.step_ms), true],
     ["launches", (row) => number(row.calls, 9), true], ["a step", (row) => number(row.calls_per_step), true],
-    ...ofOps.slice(2, 4), ["GB/s", (row) => known(row.gigabytes_per_s), true], ...ofOps.slice(4),
+    ...ofOps.slice(2, 4), ["GB/s", (row) => rate(row.gigabytes_per_s), true], ...ofOps.slice(4),
   ], found.rows);
 }
 

@@ -2,7 +2,7 @@
 
 This package imports `zbmd.actors` and `zbmd.transport`. Its public API is `__all__`: each name is imported
 when it is first used. (`zbmd.group` makes a group: here, `group` is a package.) Inside, each package imports
-those before it: `programs`, `device`, `algorithms`, `execution`, `communicator`, `p2p`, `group`, `repair`;
+those before it: `programs`, `algorithms`, `device`, `execution`, `communicator`, `p2p`, `group`, `repair`;
 then `elastic`, `scale` and `torch`. Begin with `group/group.py`; for what it runs, with
 `programs/program.py`.
 """
@@ -16,6 +16,7 @@ with lazy_imports(globals()):
     from zbmd.collectives.blocking_worker import BlockingGroup as BlockingGroup
     from zbmd.collectives.blocking_worker import BlockingWorker as BlockingWorker
     from zbmd.collectives.blocking_worker import init as init
+    from zbmd.collectives.device.windows import DevicePaths as DevicePaths
     from zbmd.collectives.elastic.group import ElasticBlocking as ElasticBlocking
     from zbmd.collectives.elastic.group import ElasticGroup as ElasticGroup
     from zbmd.collectives.elastic.group import elastic_group as elastic_group

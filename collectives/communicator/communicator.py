@@ -29,12 +29,7 @@ from typing import Any, Final, NoReturn
 from zbmd.collectives.algorithms.catalogue import Operation
 from zbmd.collectives.algorithms.shard_tree import Assignment, Node, shard_tree_nodes
 from zbmd.collectives.communicator.cost_model import Model
-from zbmd.collectives.communicator.group_trials import (
-    NOT_TRIED,
-    Reading,
-    agree_on_model,
-    agree_on_reading,
-)
+from zbmd.collectives.communicator.group_trials import NOT_TRIED, Reading, agree_on_model, agree_on_reading
 from zbmd.collectives.communicator.pieces import Side, sides_of
 from zbmd.collectives.communicator.planning import Planner, moved_digest
 from zbmd.collectives.communicator.turns import NO_ROOT, Explain, OnFlight, Turns
@@ -53,6 +48,7 @@ from zbmd.collectives.device.arrays_in import (
     require_blocks,
     require_size,
 )
+from zbmd.collectives.device.windows import DevicePaths
 from zbmd.collectives.execution.executor import Membership
 from zbmd.collectives.execution.remote_executor import make_executor
 from zbmd.collectives.native._fast_path import FastPathCalls
@@ -238,10 +234,8 @@ class Communicator(FastPathCalls):
             if not self._closed:
                 self._closed = True
                 self._executor.release()
-                with contextlib.suppress(
-                    CudaFault
-                ):  # a failed device gives nothing back before the process ends
-                    self._turns.pieces.devices.close()
+                with contextlib.suppress(CudaFault):  # a failed device gives nothing back
+                    self._turns.pieces.close()
                 self._turns.forget()
                 self.fast_path.fail = None  # nothing flies any more, and this is a reference to all
 
@@ -275,6 +269,10 @@ class Communicator(FastPathCalls):
             with self._turns.turnstile:
                 if self._has_peers:
                     self._executor.read_peers([found.pids[member] for member in self.members])
+
+    def connect_devices(self, x: Any, *, deadline_ns: int = 0) -> DevicePaths:
+        """Have the members' devices read each other's memory; see `Operations.connect_devices`."""
+        return self._turns.connect_devices(self, as_placed(x, "x"), deadline_ns)
 
     def kill_at(self, sequence: int, point: int) -> None:
         """Fault injection: this process dies by SIGKILL at `point` of the run numbered `sequence`.

@@ -1,4 +1,4 @@
-"""The thirteen operations of a group, declared once: for coroutines (`Group`) and for threads (`Blocking`).
+"""The operations of a group, declared once: for coroutines (`Group`) and for threads (`Blocking`).
 
 A surface says only how a call is started (`Operations._start`). Elastic groups have another result and other
 options: `zbmd.collectives.elastic.operations` declares theirs.
@@ -292,6 +292,15 @@ class Operations(ABC, Generic[CalledT]):
     def barrier(self, *, timeout: float | None = None, priority: int = 0) -> CalledT:
         """Return once every member has called this."""
         return self._start(lambda c, _x, _, ns: c.barrier(deadline_ns=ns), None, None, timeout, priority)
+
+    def connect_devices(self, x: Any, *, timeout: float | None = None) -> CalledT:
+        """Have the members' devices read each other's memory from now on, if all of them can.
+
+        All members call it, each with an array on its device. Returns the same `DevicePaths` on all: whether
+        they do, and why, or why not. If so, arrays of devices no longer pass through the host, and to an
+        operation all members pass such arrays, or none does (`Desynchronised`). Else all stays as it was.
+        """
+        return self._start(lambda c, x, _, ns: c.connect_devices(x, deadline_ns=ns), x, None, timeout, 0)
 
 
 class Blocking(BlockingCalls, Operations[Any]):

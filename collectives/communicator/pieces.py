@@ -4,21 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from zbmd.collectives.algorithms.catalogue import Operation, Request
 from zbmd.collectives.communicator.planning import Call
 from zbmd.collectives.device.arrays import DeviceArray
 from zbmd.collectives.device.arrays_in import Array, Placed, address
 from zbmd.collectives.device.host_copy import DeviceStaging
+from zbmd.collectives.device.windows import DeviceWindows
 from zbmd.collectives.execution.executor import Executor
-from zbmd.collectives.execution.plan import Plan, Run
+from zbmd.collectives.execution.plan import Plan, Run, plan_of
 from zbmd.collectives.programs.layout import Layout, Piece
-from zbmd.collectives.programs.program import IN, OUT, PUB
+from zbmd.collectives.programs.program import IN, OUT, PUB, hash_text
 from zbmd.collectives.programs.reductions import itemsize
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native._native import address_of
 
 _FOREIGN = frozenset((IN, OUT))
 """Buffers that may lie in a rank's own memory: its descriptor says where."""
+_ON_DEVICES = hash_text("devices read each other's memory")
+"""Tells such an operation from the same one over memory of the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meeting(Run):
+    """A barrier in which the members find that they have `called` the same."""
+
+    called: Request
+
+    @property
+    def operation(self) -> int:
+        """See `Run`."""
+        return self.called.operation.value
+
+    @property
+    def root(self) -> int:
+        """See `Run`."""
+        return self.called.root
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +77,8 @@ class PieceRunner:
     """Carries calls out on one executor, staging in the arena what peers must read and cannot where it lies.
 
     single: the only run of the latest call, if it was one, and nothing was copied for it. staged_bytes: of
-    arrays that went through the arena, in all calls.
+    arrays that went through the arena, in all calls. windows: of the members' devices, if these read each
+    other's memory; on_devices: whether the latest call went that way.
     """
 
     def __init__(self, segment: Segment, executor: Executor, place: int) -> None:
@@ -65,19 +88,34 @@ class PieceRunner:
         self.single: Run | None = None
         self.staged_bytes = 0
         self.devices = DeviceStaging(segment)
+        self.windows: DeviceWindows | None = None
+        self.on_devices = False
 
     def run(self, call: Call, plan: Plan, sides: Sequence[Side], deadline_ns: int) -> None:
         """Run all pieces. Raises what `Executor.run` does, and `CudaFault` with arrays of a device."""
-        self.single = None
+        self.single, self.on_devices = None, False
         arrays = [side.array for side in sides if isinstance(side.array, DeviceArray)]
         if not arrays:
             self._run(call, plan, sides, deadline_ns)
+            return
+        if self.windows is not None and self._run_on_devices(self.windows, call, sides, deadline_ns):
             return
         try:
             self.devices.begin(*arrays)
             self._run(call, plan, sides, deadline_ns)
         finally:
             self.devices.end()
+
+    def close(self) -> None:
+        """Give back what there is of devices. Idempotent. Raises `CudaFault`."""
+        self.connected(None)
+        self.devices.close()
+
+    def connected(self, windows: DeviceWindows | None) -> None:
+        """Use these windows from now on."""
+        if self.windows is not None:
+            self.windows.close()
+        self.windows = windows
 
     def can_be_read(self, x: Placed) -> bool:
         """Whether peers can read it where it lies."""
@@ -90,6 +128,46 @@ class PieceRunner:
             self._run_even(call, plan, sides, deadline_ns)
         else:
             self._run_laid_out(call, plan, sides, call.layout, deadline_ns)
+
+    def _run_on_devices(
+        self, windows: DeviceWindows, call: Call, sides: Sequence[Side], deadline_ns: int
+    ) -> bool:
+        """Run it between the devices; False if it is none that they do by themselves."""
+        request, lengths = call.request, () if call.layout is None else call.layout.lengths
+        if not windows.takes(request.operation, call.count, call.dtype, lengths):
+            return False
+        self.on_devices = True
+        windows.run(
+            request.operation,
+            count=call.count,
+            dtype=call.dtype,
+            reduction=call.reduction,
+            root=request.root,
+            source=next((side.load for side in sides if side.load is not None), None),
+            target=next(
+                (side.store for side in sides if side.store is not None and not side.only_read), None
+            ),
+            meet=partial(self._meet, call, deadline_ns),
+            deadline_ns=deadline_ns,
+        )
+        return True
+
+    def _meet(self, call: Call, deadline_ns: int) -> None:
+        barrier = Request(operation=Operation.BARRIER, algorithm="dissemination", n=call.request.n)
+        meeting = _Meeting(
+            plan=plan_of(barrier, self._place),
+            addresses={},
+            dtype=call.dtype,
+            reduction=call.reduction,
+            count=0,
+            total=call.count,
+            piece=0,
+            in_stride=0,
+            out_stride=0,
+            digest=call.digest ^ _ON_DEVICES,
+            called=call.request,
+        )
+        self._executor.run(meeting, deadline_ns=deadline_ns)
 
     def _run_even(self, call: Call, plan: Plan, sides: Sequence[Side], deadline_ns: int) -> None:
         count, piece = call.count, plan.piece

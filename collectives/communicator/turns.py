@@ -11,7 +11,9 @@ import numpy as np
 from zbmd.collectives.algorithms.catalogue import ROOTED
 from zbmd.collectives.communicator.pieces import PieceRunner, Side, sides_of
 from zbmd.collectives.communicator.planning import MOVING, Call, Planner
+from zbmd.collectives.device.arrays import DeviceArray
 from zbmd.collectives.device.arrays_in import Array, Placed, Target, as_bytes
+from zbmd.collectives.device.windows import DevicePaths, Members, connect
 from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
 from zbmd.collectives.execution.executor import Executor, a_core_each
 from zbmd.collectives.execution.plan import Plan, Run
@@ -84,6 +86,14 @@ class Turns:
         self.fast_path.forget()
         self._taught_inbox = self._executor.inbox
 
+    def connect_devices(self, members: Members, x: Placed, deadline_ns: int) -> DevicePaths:
+        """Have operations over arrays on devices go between these, from now on, if all members' can."""
+        api = x.api if isinstance(x, DeviceArray) else None
+        windows, found = connect(members, api, deadline_ns=deadline_ns)
+        with self.turnstile:
+            self.pieces.connected(windows)
+        return found
+
     def perform(
         self,
         call: Call,
@@ -142,6 +152,8 @@ class Turns:
         else:
             if native.reads and plan.in_arena is not None:
                 ring.renumber(ring.number(name, plan.in_arena.request.algorithm))
+            if self.pieces.on_devices:
+                ring.renumber(ring.number(name, "devices"))
             ring.end(COMPLETE, native.met_ns, now_ns())
         finally:
             if self.on_flight is not None:

@@ -132,6 +132,11 @@ class DeviceArray:
         """The same elements in one dimension."""
         return self._with(self.address, (self.size,), self.dtype)
 
+    def reshape(self, rows: int, columns: int) -> DeviceArray:
+        """The same elements in two dimensions. columns: -1 for what comes out."""
+        columns = self.size // rows if columns < 0 else columns
+        return self._with(self.address, (rows, columns), self.dtype)
+
     def as_bytes(self) -> DeviceArray:
         """The same memory as uint8, flat."""
         return self._with(self.address, (self.nbytes,), np.dtype(np.uint8))

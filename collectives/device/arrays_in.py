@@ -23,7 +23,7 @@ PlacedT = TypeVar("PlacedT", bound=Placed)
 
 def as_placed(x: Any, name: str) -> Placed:
     """As `as_array`; an array of a device (the CUDA array interface) stays where it lies."""
-    if isinstance(x, np.ndarray):
+    if isinstance(x, np.ndarray | DeviceArray):
         return x
     x = taken(x)
     return x.operand() if isinstance(x, CallersArray) else as_array(x, name)

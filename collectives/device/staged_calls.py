@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zbmd.collectives.device.arrays import DeviceArray
 from zbmd.collectives.device.host_copy import page_locked
 from zbmd.transport.clock.patience import PATIENCE
 from zbmd.transport.cuda.api import CudaApi, CudaFault
@@ -45,7 +46,7 @@ Array = NDArray[Any]
 class Operand(Protocol):
     """Flat memory of a device that an operation reads (`loads`), writes (`stores`), or both.
 
-    array: the elements as the operation finds them on the host, while it runs.
+    array: the elements as the operation finds them while it runs, on the host or where they are.
     """
 
     address: int
@@ -65,14 +66,34 @@ class Cut:
     """Each operand of a call consists of blocks of `count` elements, of which a piece of each takes a part.
 
     blocks: of the rank with most of them, in all its operands: the pieces are the same on all ranks.
+    as_placed: the operation hands its operands to a communicator as they are, which takes them on a device.
     """
 
     count: int
     blocks: int
+    as_placed: bool = False
 
 
 class DeviceLate(DeadlineExceeded):
     """The device did not come to a call in time."""
+
+
+def wait_for_event(api: CudaApi, event: int, end_ns: int, *, spin_s: float = 0.0) -> None:
+    """Return once what an event stands for is done. spin_s: how long to look for it without a pause.
+
+    end_ns: when that is too late, in time of the monotonic clock; 0: never. Raises `DeviceLate`, `CudaFault`.
+    """
+    pause_s, spins_until_s = LOOK_S, time.monotonic() + spin_s
+    while not api.event_query(event):
+        if end_ns and PATIENCE.left_ns(end_ns) <= 0:
+            raise DeviceLate(
+                "the device has not come to this call in its time: the work before it on its stream "
+                "takes longer, or streams share a queue with one that waits for this call (raise "
+                "CUDA_DEVICE_MAX_CONNECTIONS, and leave ZBMD_WAIT_ON_STREAM unset)"
+            )
+        if time.monotonic() >= spins_until_s:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_S_MAX)
 
 
 class PinnedSlots:
@@ -217,6 +238,32 @@ class CallStream:
                 if not self._late:
                     self._settle(operands, taken)
 
+    def pass_on(
+        self,
+        operands: Sequence[Operand],
+        after: int,
+        operation: Callable[[], object],
+        finish: Callable[[], object],
+    ) -> None:
+        """As `carry_out`, of an operation that takes arrays of the device as they lie there."""
+        with self._turn:
+            self.api.stream_wait_event(self.handle, after)
+            self.drop(after)
+            for operand in operands:
+                there = DeviceArray(
+                    self.api, operand.address, (operand.size,), operand.dtype, owner=None, stream=self.handle
+                )
+                operand.array = cast("Array", there)  # a communicator takes either
+            try:
+                operation()
+                finish()
+            except DeviceLate:
+                self._late = tuple(operands)
+                raise
+            finally:
+                if not self._late:
+                    self._settle(operands, ())
+
     def _settle(self, operands: Sequence[Operand], taken: Sequence[int]) -> None:
         """Wait until the device is done with a call, and give back what it had."""
         try:
@@ -226,21 +273,6 @@ class CallStream:
                 operand.leave()
             for slot in taken:
                 self._slots.give_back(slot)
-
-    def _wait(self, event: int, end_ns: int) -> None:
-        if not end_ns:
-            self.api.event_synchronize(event)
-            return
-        pause_s = LOOK_S
-        while not self.api.event_query(event):
-            if PATIENCE.left_ns(end_ns) <= 0:
-                raise DeviceLate(
-                    "the device has not come to this call in its time: the work before it on its stream "
-                    "takes longer, or streams share a queue with one that waits for this call (raise "
-                    "CUDA_DEVICE_MAX_CONNECTIONS, and leave ZBMD_WAIT_ON_STREAM unset)"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LOOK_S_MAX)
 
     def _pass(
         self,
@@ -264,7 +296,11 @@ class CallStream:
         for number, piece in enumerate(pieces[:IN_FLIGHT]):
             hosts[number] = self._load(operands, piece, count, memory[number], number)
         for number, piece in enumerate(pieces):
-            self._wait(self._loaded[number % IN_FLIGHT], end_ns)
+            loaded = self._loaded[number % IN_FLIGHT]
+            if end_ns:
+                wait_for_event(self.api, loaded, end_ns)
+            else:
+                self.api.event_synchronize(loaded)
             arrays = hosts.pop(number)
             for operand, array in zip(operands, arrays, strict=True):
                 operand.array = array.reshape(-1)

@@ -140,7 +140,7 @@ class Operations(Queue):
         buffers = _buffers(tensors, numbers=True, factor=reduction.factor)
         run = partial(_all_reduce, buffers, reduction.name)
         called = Called("all_reduce", buffers, reduction.said, together=True)
-        cut = Cut(buffers[0].array.size, 1) if len(buffers) == 1 else None
+        cut = Cut(buffers[0].array.size, 1, as_placed=True) if len(buffers) == 1 else None
         return self._queue(called, run, tensors, opts, timeout, reads=buffers, home=buffers, cut=cut)
 
     @raising
@@ -154,7 +154,7 @@ class Operations(Queue):
         called = Called("broadcast", [buffer], f", src={place}")
         call = _BROADCAST, buffer.array, None, "sum", place
         home = [] if place == self.rank() else [buffer]
-        cut = Cut(buffer.array.size, 1)
+        cut = Cut(buffer.array.size, 1, as_placed=True)
         return self._queue(
             called, run, [only(tensors)], opts, timeout, reads=[buffer], home=home, call=call, cut=cut
         )
@@ -172,7 +172,7 @@ class Operations(Queue):
 
         called = Called("reduce", [buffer], f", dst={place}{reduction.said}")
         home = [buffer] if place == self.rank() else []
-        cut = Cut(buffer.array.size, 1)
+        cut = Cut(buffer.array.size, 1, as_placed=True)
         return self._queue(called, run, tensors, opts, timeout, reads=[buffer], home=home, cut=cut)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -198,7 +198,7 @@ class Operations(Queue):
         if len(pairs) == 1:
             [(source, target)] = pairs
             call = _ALL_GATHER, source.array, target.array.reshape(self.size(), -1), "sum", NO_ROOT
-            cut = Cut(source.array.size, 1 + self.size())
+            cut = Cut(source.array.size, 1 + self.size(), as_placed=True)
         return self._queue(
             called, run, outputs, opts, timeout, reads=sources, home=targets, call=call, cut=cut
         )
@@ -307,7 +307,7 @@ class Operations(Queue):
             [(source, target)] = pairs
             rows = source.array.reshape(self.size(), -1)
             call = _REDUCE_SCATTER, rows, target.array, reduction.name, NO_ROOT
-            cut = Cut(target.array.size, 1 + self.size())
+            cut = Cut(target.array.size, 1 + self.size(), as_placed=True)
         return self._queue(
             called, run, outputs, opts, timeout, reads=sources, home=targets, call=call, cut=cut
         )
@@ -354,7 +354,7 @@ class Operations(Queue):
 
         splits = "" if even else splits_text(output_split_sizes, input_split_sizes)
         called = Called("all_to_all_single", [source], own=splits)
-        cut = Cut(sends[0], 2 * self.size()) if even else None
+        cut = Cut(sends[0], 2 * self.size(), as_placed=True) if even else None
         return self._queue(called, run, [output], opts, timeout, reads=[source], home=[target], cut=cut)
 
     @raising

@@ -128,7 +128,7 @@ class Queue(Messages):
                 if on is None:
                     operation(c, end_ns)
                 else:
-                    on.carry_out(lambda: _piece(c, called, operation, end_ns), end_ns)
+                    on.carry_out(lambda: _piece(c, called, operation, end_ns), end_ns, c)
             except ZbmdError as error:
                 self._note(error, epoch)
                 if isinstance(error, CudaFault | DeviceLate):  # the others wait for this rank's part

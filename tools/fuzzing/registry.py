@@ -38,6 +38,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "transport/rdma/credit.py": ("rdma.messages",),
     "transport/rdma/setup.py": ("rdma.setup",),
     "transport/cuda/array.py": ("device.handle",),
+    "collectives/device/windows.py": ("device.window",),
     "transport/bulk/transfers.py": ("bulk.peer",),
     "transport/bulk/machine.py": ("bulk.peer",),
     "transport/bulk/_fast_path.pyx": ("bulk.quick",),

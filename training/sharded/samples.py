@@ -22,7 +22,7 @@ TEXT_SHOWN: Final = 200
 FILE_BYTES_MAX: Final = 64 << 20
 """Size from which on no samples are added."""
 LAST_BYTES: Final = 1 << 16
-"""What of the end of the file is read for its last line: many times a line of so many tokens."""
+"""The end of the file that is read for its last line: many times a line of so many tokens."""
 
 
 class SampleLine(msgspec.Struct, frozen=True, kw_only=True):

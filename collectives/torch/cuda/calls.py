@@ -16,6 +16,8 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from zbmd.collectives.communicator.communicator import Communicator
+from zbmd.collectives.device.arrays import DeviceArray
 from zbmd.collectives.device.staged_calls import CallStream, Cut, Gate
 from zbmd.collectives.torch.cuda.devices import SEAM, DeviceBuffer, DeviceState, devices_of
 from zbmd.collectives.torch.tensors import Array, TensorBuffer
@@ -30,6 +32,8 @@ ARRIVALS: Final = 32
 ResultT = TypeVar("ResultT")
 WAIT_ON_STREAM: Final = "ZBMD_WAIT_ON_STREAM"
 """The variable by which `wait` blocks the current stream instead of its thread."""
+DEVICE_PATHS: Final = "ZBMD_DEVICE_PATHS"
+"""The variable that, as 0, has all tensors pass through the host."""
 
 
 class DeviceCalls:
@@ -42,6 +46,18 @@ class DeviceCalls:
         self.failure: BaseException | None = None
         """The error of a call for which a stream, and so nobody, waited: the next calls raise it."""
         self.waits_on_stream = os.environ.get(WAIT_ON_STREAM) == "1"
+        self._may_connect = os.environ.get(DEVICE_PATHS) != "0"
+        self._connected: tuple[Communicator, bool] | None = None
+
+    def connects(self, c: Communicator, buffer: DeviceBuffer, end_ns: int) -> bool:
+        """Whether the members' devices read each other's memory: they try it with the first such call."""
+        if not self._may_connect:
+            return False
+        if self._connected is None or self._connected[0] is not c:
+            state = SEAM.state(buffer.index)
+            x = DeviceArray(state.api, buffer.address, (buffer.size,), buffer.dtype, owner=None, stream=0)
+            self._connected = c, c.connect_devices(x, deadline_ns=end_ns).direct
+        return self._connected[1]
 
     def of(
         self,
@@ -118,15 +134,33 @@ class DeviceCall:
         self._after = self._stream.recorded(SEAM.devices.stream(self._state.index))
         self.gate = self._state.gates.take()
 
-    def carry_out(self, operation: Callable[[], object], end_ns: int = 0) -> None:
-        """Carry the operation out over memory of the host; see `CallStream.carry_out`."""
+    def carry_out(
+        self, operation: Callable[[], object], end_ns: int = 0, c: Communicator | None = None
+    ) -> None:
+        """Carry the operation out over memory of the host; see `CallStream.carry_out`.
+
+        c: what the operation calls; where the members' devices reach each other it takes the tensors there.
+        """
         after, self._after = self._after, 0
         if not after:  # again, by this rank alone, after what it did with the others has failed
             after = self._stream.recorded(self._stream.handle)
+        try:
+            between = c is not None and self._goes_between_devices(c, end_ns)
+        except BaseException:
+            self._stream.drop(after)
+            raise
         with self.on_stream():
-            self._stream.carry_out(
-                self._buffers, after, operation, self._ask_home, cut=self._cut, end_ns=end_ns
-            )
+            if between:
+                self._stream.pass_on(self._buffers, after, operation, self._ask_home)
+            else:
+                self._stream.carry_out(
+                    self._buffers, after, operation, self._ask_home, cut=self._cut, end_ns=end_ns
+                )
+
+    def _goes_between_devices(self, c: Communicator, end_ns: int) -> bool:
+        if self._cut is None or not self._cut.as_placed or not all(each.size for each in self._buffers):
+            return False
+        return self._calls.connects(c, self._buffers[0], end_ns)
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Meanwhile this thread's work on the device is that of the call, behind its copies."""

@@ -40,14 +40,22 @@ async def run(
     assert dies or result.outcome is Outcome.SUCCEEDED, text
 
 
-async def test_operations_messages_and_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    await run(tmp_path, monkeypatch, "operations", "messages", "streams", "refused", "late")
+@pytest.mark.parametrize("between", ["0", "1"])
+async def test_operations_messages_and_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    """Tensors pass through the host, or go from device to device."""
+    names = ("operations", "messages", "streams", "refused", "late")
+    await run(tmp_path, monkeypatch, *names, ZBMD_DEVICE_PATHS=between)
 
 
-@pytest.mark.parametrize("on_stream", ["0", "1"])
-async def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_stream: str) -> None:
+@pytest.mark.parametrize(("on_stream", "between"), [("0", "1"), ("1", "0"), ("1", "1")])
+async def test_a_rank_that_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_stream: str, between: str
+) -> None:
     """Threads wait for the ends of calls, or streams alone."""
-    await run(tmp_path, monkeypatch, "streams", "lost", dies=1, ZBMD_WAIT_ON_STREAM=on_stream)
+    how = {"ZBMD_WAIT_ON_STREAM": on_stream, "ZBMD_DEVICE_PATHS": between}
+    await run(tmp_path, monkeypatch, "streams", "lost", dies=1, **how)
 
 
 # The seam to `torch.cuda`.

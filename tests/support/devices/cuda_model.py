@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from support.devices.cuda_model_array import ModelArray
 from support.devices.cuda_model_launches import Launches, RunKernel, refuse_kernels
+from support.devices.cuda_model_memory import shared_copy, shared_memory
 from support.devices.cuda_model_values import DeviceRace, Undefined, ValueWaits
 from zbmd.transport.cuda.api import (
     HANDLE_BYTES,
@@ -70,6 +71,8 @@ class _Allocation:
     freed: bool = False
     opened: dict[ModelProcess, int] = field(default_factory=dict["ModelProcess", int])
     accesses: list[_Access] = field(default_factory=list[_Access])
+    shared: bytes = b""
+    """The handle by which models in other processes map it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +105,10 @@ LoadKernel: TypeAlias = Callable[[DeviceKernels, str], Callable[..., None]]
 
 
 class ModelHost:
-    """A host with `devices` GPUs. peer_access: whether they reach each other by themselves."""
+    """A host with `devices` GPUs. peer_access: whether they reach each other by themselves.
+
+    shares: models in other processes open its memory; what races for it from there is not seen.
+    """
 
     def __init__(
         self,
@@ -110,6 +116,7 @@ class ModelHost:
         devices: int = 2,
         seed: int = 0,
         peer_access: bool = True,
+        shares: bool = False,
         load_kernel: LoadKernel | None = None,
         run_kernel: RunKernel = refuse_kernels,
         memory_bytes: int = 1 << 34,
@@ -117,7 +124,7 @@ class ModelHost:
         self.devices = devices
         self.load_kernel, self.run_kernel = load_kernel, run_kernel
         self.memory_bytes, self.driver, self.capability = memory_bytes, 13000, (9, 0)
-        self.peer_access = peer_access
+        self.peer_access, self.shares = peer_access, shares
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self._serial = 0
@@ -291,14 +298,10 @@ class ModelProcess(ValueWaits, Launches):
             serial = self.host.serial()
             self.host.allocated += 1
             address = _FIRST_ADDRESS + self.host.allocated * _GAP
-            allocation = _Allocation(
-                device=self.device,
-                owner=self,
-                data=np.zeros(max(nbytes, 1), np.uint8),
-                address=address,
-                serial=serial,
+            data = np.zeros(max(nbytes, 1), np.uint8)
+            self.host.allocations[address] = _Allocation(
+                device=self.device, owner=self, data=data, address=address, serial=serial
             )
-            self.host.allocations[address] = allocation
             return address
 
     def free(self, address: int) -> None:
@@ -325,7 +328,9 @@ class ModelProcess(ValueWaits, Launches):
             allocation = self.host.find(base)
             if allocation.owner is not self or allocation.freed:
                 raise CudaFault("invalid resource handle: not this process's")
-            handle = b"M" + allocation.serial.to_bytes(HANDLE_BYTES - 1, "big")
+            if self.host.shares and not allocation.shared:
+                allocation.data, allocation.shared = shared_copy(allocation.data)
+            handle = allocation.shared or b"M" + allocation.serial.to_bytes(HANDLE_BYTES - 1, "big")
             self.host.by_handle[handle] = allocation
             return handle
 
@@ -333,13 +338,21 @@ class ModelProcess(ValueWaits, Launches):
         """See `CudaApi`."""
         with self.host.lock:
             self._check()
-            allocation = self.host.by_handle.get(handle)
+            allocation = self.host.by_handle.get(handle) or self._of_another_model(handle, device)
             if not isinstance(allocation, _Allocation) or allocation.freed or allocation.owner is self:
                 raise CudaFault("invalid resource handle")
             if allocation.device != device:
                 raise CudaFault("invalid device context")
             allocation.opened[self] = allocation.opened.get(self, 0) + 1
             return allocation.address
+
+    def _of_another_model(self, handle: bytes, device: int) -> _Allocation | None:
+        data = shared_memory(handle) if self.host.shares else None
+        if data is None:
+            return None
+        found = self.host.find(ModelProcess(self.host, device).malloc(0))
+        found.data, self.host.by_handle[handle] = data, found
+        return found
 
     def ipc_close_mem_handle(self, address: int) -> None:
         """See `CudaApi`."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from support.devices.cuda_model import ModelHost, ModelProcess
+from support.devices.device_worlds import load_kernel
 from zbmd.collectives.torch.cuda.devices import SEAM
 from zbmd.transport.cuda.api import CudaApi
 
@@ -206,7 +207,7 @@ DEVICES = ModelDevices()
 def install(seed: int) -> ModelDevices:
     """Have this process compute on a modelled device, whose order of streams the seed draws."""
     backends._setup_privateuseone_for_python_backend(KIND)
-    DEVICES.process = ModelHost(devices=1, seed=seed).process()
+    DEVICES.process = ModelHost(devices=1, seed=seed, shares=True, load_kernel=load_kernel).process()
     SEAM.devices = DEVICES
     return DEVICES
 

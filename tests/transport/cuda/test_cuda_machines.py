@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,14 +224,36 @@ def offer(giver: Any, taker: Any) -> None:
     taker.peer.take_event(decode_handle(data, EventHandle, slot=giver.slot, incarnation=giver.incarnation))
 
 
+def after(event: threading.Event, call: Callable[[int], None]) -> Callable[[int], None]:
+    def made(argument: int) -> None:
+        event.wait()
+        call(argument)
+
+    return made
+
+
 @pytest.mark.parametrize("forgets", ["nothing", "the reader's wait", "the writer's wait"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_signals_order_streams_of_two_processes(forgets: str, devices: int) -> None:
-    """Puts that are signalled before they are done, and read on a stream that waits."""
+    """Puts that are signalled before they are done, and read on a stream that waits.
+
+    Where a wait is forgotten, no thread sees the end of a copy before the signal of it has been sent: that
+    would order the two.
+    """
+    told = threading.Event()
 
     async def scenario(ends: Ends) -> None:
         near: Any = ends.near
         far: Any = ends.far
+        if forgets != "nothing":
+            for process in (near.process, far.process):
+                process.event_synchronize = after(told, process.event_synchronize)
+        try:
+            await exchange(near, far)
+        finally:
+            told.set()
+
+    async def exchange(near: Any, far: Any) -> None:
         offer(near, far)
         offer(far, near)
         target, src, total = (

@@ -11,6 +11,7 @@ from collections.abc import Generator
 import msgspec
 import numpy as np
 
+from zbmd.collectives.device.windows import WindowOffer, decode_offer, encode_offer
 from zbmd.tools.fuzzing.target import Broken, Script, target
 from zbmd.training.model_actors.actors import ArrayData, pack, unpack
 from zbmd.transport.cuda.array import ITEM_BYTES, DeviceHandle, EventHandle, decode_handle, encode_handle
@@ -133,6 +134,21 @@ def _device_handle(data: bytes) -> None:
     fits = math.prod(handle.shape) * ITEM_BYTES[handle.typestr] == handle.nbytes
     if not fits or handle.offset < 0 or (handle.slot, handle.incarnation) != (_SLOT, _INCARNATION):
         raise Broken(f"{handle}")
+
+
+@target(
+    "device.window",
+    "a member's window of device memory",
+    lambda: (
+        encode_offer(WindowOffer(why="none")).tobytes(),
+        encode_offer(WindowOffer(name="H200")).tobytes(),
+    ),
+    RemoteProtocolError,
+)
+def _window(data: bytes) -> None:
+    offer = decode_offer(data)
+    if len(offer.memory) != len(_OPAQUE) or decode_offer(encode_offer(offer).tobytes()) != offer:
+        raise Broken(f"{offer}")
 
 
 # ---- arrays in messages

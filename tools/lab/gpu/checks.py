@@ -422,7 +422,16 @@ CHECKS: Final = (
                 "compare",
                 "compare every operation and dtype of two ranks' arrays there with the same of numpy's",
             ),
-            ("collectives' speed", "time", "time an all-reduce of 64 MiB beside the host's and NCCL's"),
+            (
+                "collectives between devices",
+                "between",
+                "the same, once the ranks read the memory of each other's devices",
+            ),
+            (
+                "collectives' speed",
+                "time",
+                "time an all-reduce of 64 MiB between devices, through the host and on it, and NCCL's",
+            ),
         )
         for device, where, needs in _PEERS
     ),

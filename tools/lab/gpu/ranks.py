@@ -1,6 +1,6 @@
 """The ranks of `lab.gpu`'s collectives: arrays of their GPUs, beside the same operations of numpy's arrays.
 
-    zbmd-node run --nproc-per-node 2 zbmd/tools/gpu_check_ranks.py compare|time
+    zbmd-node run --nproc-per-node 2 zbmd/tools/lab/gpu/ranks.py compare|between|time
 
 Rank r computes on GPU r modulo those that are visible; CUDA_VISIBLE_DEVICES=0 puts all on one. Rank 0 prints
 what came of it as a line of JSON.
@@ -110,6 +110,14 @@ async def compare_on_gpu(group: Group, xp: Any) -> str:
     return told
 
 
+async def compare_between_gpus(group: Group, xp: Any) -> str:
+    """`compare_on_gpu`, once the devices read each other's memory. Raises `ValueError` if they do not."""
+    paths = await group.connect_devices(xp.zeros(1))
+    if not paths.direct:
+        raise ValueError(f"the devices do not read each other's memory: {paths.reason}")
+    return f"{paths.reason}; {await compare_on_gpu(group, xp)}"
+
+
 async def _time_us(call: Callable[[], Awaitable[Any]], group: Group) -> float:
     spans: list[float] = []
     for _ in range(ROUNDS):
@@ -124,10 +132,15 @@ async def timed(group: Group, xp: Any, gpus: int) -> str:
     """An all-reduce of 64 MiB on devices, the same on the host, and NCCL's where each rank has a GPU."""
     x = xp.ones(TIMED_BYTES // 4, xp.float32)
     host = np.ones(TIMED_BYTES // 4, np.float32)
-    ours_us = await _time_us(lambda: group.all_reduce(x, op="max"), group)
+    staged_us = await _time_us(lambda: group.all_reduce(x, op="max"), group)
     host_us = await _time_us(lambda: group.all_reduce(host, op="max"), group)
+    paths = await group.connect_devices(x)
+    ours_us = await _time_us(lambda: group.all_reduce(x, op="max"), group) if paths.direct else staged_us
     bus = 2 * (group.size - 1) / group.size * TIMED_BYTES / 1e3
-    told = f"device {ours_us:.0f} us ({bus / ours_us:.2f} GB/s bus), host {host_us:.0f} us"
+    told = (
+        f"{paths.reason}: {ours_us:.0f} us ({bus / ours_us:.2f} GB/s bus), through the host "
+        f"{staged_us:.0f} us, arrays of the host {host_us:.0f} us"
+    )
     library: Any = nccl()
     if gpus < group.size:
         return f"{told}; NCCL takes no two ranks on one GPU"
@@ -161,7 +174,8 @@ async def main(what: str) -> None:
         xp.cuda.Device(worker.rank % gpus).use()
         made = await group(worker)
         try:
-            told = await (compare_on_gpu(made, xp) if what == "compare" else timed(made, xp, gpus))
+            run = {"compare": compare_on_gpu, "between": compare_between_gpus}.get(what)
+            told = await (timed(made, xp, gpus) if run is None else run(made, xp))
             await made.barrier()
         finally:
             await made.close()

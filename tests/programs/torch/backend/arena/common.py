@@ -11,6 +11,7 @@ from programs.torch.backend.common import begin, dist, nn, torch
 
 import zbmd.torch
 from zbmd.collectives.communicator import group_trials
+from zbmd.collectives.communicator.cost_model import ONE_HOST
 from zbmd.collectives.torch.memory import arena
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.transport.errors import ArenaFull, ZbmdError
@@ -19,6 +20,8 @@ if sys.argv[1] == "staged":  # as where the kernel lets no rank read another's m
     group_trials._can_read = lambda told: False
 me, n = begin()
 world = dist.group.WORLD
+# What was measured on a busy machine may stand for algorithms that read no memory of a peer.
+world.made.communicator.model = ONE_HOST
 fails = partial(common.fails, kind=ZbmdError)
 
 

@@ -59,7 +59,7 @@ class Running:
         self.deadline_s = time.monotonic() + TIMEOUT_S
 
     def until(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Read until the pattern matches `count` times in whole lines; return these, not more that came beside.
+        """Read until the pattern matches `count` times in whole lines; return these, not what came with them.
 
         Python writes the end of a line to standard error by itself: a line without it is still being written.
         """

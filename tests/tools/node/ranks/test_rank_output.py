@@ -14,7 +14,7 @@ from support.processes.terminal import on_terminal
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 LAUNCHED = PROGRAMS / "launched"
 BAR, PROMPT, SPLIT = (str(LAUNCHED / f"{name}.py") for name in ("bar", "prompt", "split_line"))
 BYTES = """
@@ -36,13 +36,13 @@ def ranks_lines(lines: list[str]) -> list[str]:
 
 
 def test_a_bar_is_in_a_file_as_it_was_at_last(launcher: Launcher, hosts: list[str]) -> None:
-    ended = launcher.run("run", *hosts, "-n", "2", BAR, "1")
+    ended = launcher.run("run", *hosts, "-n", "2", BAR)
     assert ended.code == 0, ended
     assert ranks_lines(ended.errors) == [f"[rank{rank}]: 100%|##########| 10/10 of {rank}" for rank in (0, 1)]
 
 
 def test_a_traceback_after_a_bar_is_whole_and_without_marks(launcher: Launcher, hosts: list[str]) -> None:
-    ended = launcher.run("run", *hosts, "-n", "1", "--max-restarts", "0", BAR, "1", "fails")
+    ended = launcher.run("run", *hosts, "-n", "1", "--max-restarts", "0", BAR, "fails")
     assert ended.code == 1, ended
     told = [line.removeprefix("[rank0]: ") for line in ranks_lines(ended.errors)]
     assert "100%|##########| 10/10 of 0" in told and "Traceback (most recent call last):" in told
@@ -80,11 +80,13 @@ def test_any_bytes_are_printed_whatever_the_encoding(launcher: Launcher, encodin
 
 
 def test_bars_move_on_a_terminal_and_stay_as_they_were_at_last(launcher: Launcher, hosts: list[str]) -> None:
-    with on_terminal(launcher, "run", *hosts, "-n", "2", BAR, "5") as terminal:
+    with on_terminal(launcher, "run", *hosts, "-n", "2", BAR, "3", "6") as terminal:
+        for step in (3, 6):
+            for rank in (0, 1):
+                terminal.until(f"[rank{rank}]:  {step}0%|{'#' * step}")
+            (launcher.directory / f"go{step}").touch()
         assert terminal.end() == 0, terminal.text
     for rank in (0, 1):
-        states = set(re.findall(rf"\[rank{rank}\]: +(\d+)%", terminal.text))
-        assert len(states) > 2, f"rank {rank} was only seen at {states}:\n{terminal.text}"
         assert f"[rank{rank}]: 100%|##########| 10/10 of {rank}\r\n" in terminal.text
     assert "\x1e" not in terminal.text
 

@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 class Terminal:

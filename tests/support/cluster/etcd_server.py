@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,20 @@ import pytest
 STARTS_MAX = 3
 PATIENCE_S = 30.0
 STEP_S = 0.05
+PORT_MIN = 12_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports that are free now. The kernel gives none of them to another process: it does so above these."""
+    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = list[int]()
+    for port in random.SystemRandom().sample(range(PORT_MIN, above), above - PORT_MIN):
+        if len(found) == count:
+            break
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("", port))
+            found.append(port)
+    return found
 
 
 class EtcdServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import select
@@ -9,9 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from support.processes.forked_command import run_forked
 from zbmd.transport.host.files import remove_leftovers
 
 TIMEOUT_S = 180.0
+POLL_S = 0.02
 MARKER = "ZBMD_TEST_LAUNCH"
 
 
@@ -56,10 +59,11 @@ class Running:
         self.process = process
         self.marker = marker
         self.text = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.deadline_s = time.monotonic() + TIMEOUT_S
 
     def until(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Read until the pattern matches `count` times in whole lines; return these, not what came with them.
+        """Read until the pattern matches `count` times in whole lines; return the first ones.
 
         Python writes the end of a line to standard error by itself: a line without it is still being written.
         """
@@ -75,26 +79,39 @@ class Running:
             if not self._read():
                 pytest.fail(f"never printed {text!r}:\n{self.text}")
 
+    def until_holds(self, holds: Callable[[], bool], what: str) -> None:
+        """Read until something holds that is told nowhere. what: that, for the words of a failure."""
+        while not holds():
+            if self._is_readable(POLL_S):
+                if not self._read() and not holds():
+                    pytest.fail(f"{what}: that never came:\n{self.text}")
+            elif time.monotonic() > self.deadline_s:
+                pytest.fail(f"{what}: that has not come after {TIMEOUT_S:g} s:\n{self.text}")
+
     def end(self) -> int:
         """Read to the end, which comes when the last process that holds the stream has ended."""
         while self._read():
             pass
         return self.process.wait(TIMEOUT_S)
 
+    def _is_readable(self, within_s: float) -> bool:
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], max(0.0, within_s))[0])
+
     def _read(self) -> bool:
         assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        if not select.select([fd], [], [], max(0.0, self.deadline_s - time.monotonic()))[0]:
+        if not self._is_readable(self.deadline_s - time.monotonic()):
             pytest.fail(f"still there after {TIMEOUT_S:g} s:\n{self.text}")
-        data = os.read(fd, 1 << 16)
-        self.text += data.decode()
+        data = os.read(self.process.stdout.fileno(), 1 << 16)
+        self.text += self._decoder.decode(data)
         return bool(data)
 
     def processes(self) -> dict[str, list[int]]:
         """The pids of all that descends from the command, by the name that `ps` shows."""
         found: dict[str, list[int]] = {}
         for pid in marked(self.marker):
-            found.setdefault(Path(f"/proc/{pid}/comm").read_text().strip(), []).append(pid)
+            with suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
+                found.setdefault(Path(f"/proc/{pid}/comm").read_text().strip(), []).append(pid)
         return found
 
 
@@ -108,6 +125,14 @@ def marked(marker: str) -> list[int]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return found
+
+
+def assert_no_socket(address: str) -> None:
+    """A process that is killed is no process any more before the kernel has closed what it had open."""
+    pause, deadline_s = threading.Event(), time.monotonic() + TIMEOUT_S
+    while left := [line for line in Path("/proc/net/unix").read_text().splitlines() if f"@{address}" in line]:
+        assert time.monotonic() < deadline_s, left
+        pause.wait(POLL_S)
 
 
 def kill_marked(marker: str, spares: str = "") -> None:

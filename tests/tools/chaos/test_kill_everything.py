@@ -7,21 +7,17 @@ import json
 import os
 import re
 import signal
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from programs import PROGRAMS
+from support.processes.launcher import assert_no_socket
 
 if TYPE_CHECKING:
     from support.processes.launcher import Ended, Launcher, Running
 
 RANKS = 4
-SETTLE_S = 10.0
-SETTLE_STEP_S = 0.005
 HANG_AT = 8
 OPTIONS = (
     *("--data", "text", "--steps", "12", "--context", "16", "--width", "16", "--heads", "2", "--layers", "1"),
@@ -68,14 +64,6 @@ def pids_of(run_job: Running, *names: str) -> list[int]:
         if name in names or ("rank" in names and re.fullmatch(r"zbmd-rank\d+", name)):
             pids += found
     return pids
-
-
-def assert_no_socket(address: str) -> None:
-    """A process that is killed is no process any more before the kernel has closed what it had open."""
-    pause, deadline_s = threading.Event(), time.monotonic() + SETTLE_S
-    while left := [line for line in Path("/proc/net/unix").read_text().splitlines() if f"@{address}" in line]:
-        assert time.monotonic() < deadline_s, left
-        pause.wait(SETTLE_STEP_S)
 
 
 def weights(ended: Ended) -> str:

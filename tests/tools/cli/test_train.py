@@ -274,6 +274,7 @@ def test_a_run_that_was_killed_whole_and_is_resumed_notes_each_step_once(launche
     run += ("--curve", "constant", "--checkpoint-every", "3")
     with launcher.start(*run, "--steps", "100000") as running:
         running.until("^step 8 ")
+        running.until_holds((launcher.directory / "run/checkpoint.json").exists, "there is a checkpoint")
         os.kill(running.pid, signal.SIGKILL)
         running.end()
     metrics = launcher.directory / "run/metrics.jsonl"

@@ -60,17 +60,17 @@ def test_a_run_that_lost_work_counts_a_failure_and_one_that_was_stopped_does_not
     text_in(launcher.directory)
     run, out = ("run", "-n", "2", "--on-loss", "stop", "-m", "zbmd", "train"), launcher.directory / "run"
     train = (*run, *SMALL, "--mesh", "dp=2")
-    fault = "rank0:job.begin:300,rank1:job.begin:300"
-    assert launcher.run(*train, "--steps", "400", ZBMD_FAULT=fault).code != 0
+    fault = "rank0:job.begin:30,rank1:job.begin:30"
+    assert launcher.run(*train, "--steps", "40", ZBMD_FAULT=fault).code != 0
     assert read_names(out / "checkpoint.json").version == FIRST_STEPS
-    again = launcher.run(*train, "--steps", "410", "--resume", "run")
+    again = launcher.run(*train, "--steps", "50", "--resume", "run")
     assert again.code == 0, again
     first = next(pace for pace in paces(out) if not pace["failures"])
     counted = next(pace for pace in paces(out) if pace["failures"])
     assert (first["step"], counted["step"], counted["failures"]) == (10, 10, 1)
     assert counted["mtbf_s"] < 0.1 * PRIOR_MTBF_S
     assert unit_interval(counted) < unit_interval(first)
-    further = launcher.run(*train, "--steps", "420", "--resume", "run")
+    further = launcher.run(*train, "--steps", "60", "--resume", "run")
     assert further.code == 0, further
     assert max(pace["failures"] for pace in paces(out)) == 1, (
         "it went on from its last step: nothing was lost"

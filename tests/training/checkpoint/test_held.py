@@ -251,6 +251,21 @@ async def test_a_process_that_is_killed_at_any_point_is_lost_to_all_ranks(
         assert saved(out)[0] == 3
 
 
+async def test_a_shard_stays_lost_where_another_process_is_found_before_its_rank_has_asked(
+    quick: None, tmp_path: Path
+) -> None:
+    async with started(tmp_path) as job:
+        pid = job.keeper.pid
+        job.ranks[0].save(3, tmp_path / "saved")  # and rank 1 does not: it cannot be written
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: job.keeper.pid not in (0, pid))
+        await job.there()
+        assert job.ranks[0].line.lost and not job.ranks[0].line.settle()
+        for rank in job.ranks:
+            rank.save(3, tmp_path / "saved", token=2)
+        assert all(rank.line.settle() and not rank.line.lost for rank in job.ranks)
+
+
 async def test_a_process_that_does_not_answer_is_killed_so_that_it_writes_nothing_later(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

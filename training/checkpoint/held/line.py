@@ -63,6 +63,8 @@ class HeldLine:
         self._heard: list[Heard] = []
         """Not taken yet."""
         self._is_copied = self._has_ended = True
+        self._is_lost = False
+        """Whether the process was lost with the shard; another one, found since, knows nothing of it."""
 
     @property
     def is_there(self) -> bool:
@@ -99,7 +101,8 @@ class HeldLine:
         """
         self._heard.clear()
         self._stem, self._is_copied, self._has_ended = request.stem, False, False
-        if self._line is None:
+        self._is_lost = self._line is None
+        if self._is_lost:
             return False
         with _described(request, pieces, self._span) as arguments:
             try:
@@ -132,7 +135,7 @@ class HeldLine:
     @property
     def lost(self) -> bool:
         """Whether the shard that was asked for has not ended, and will not."""
-        return self._line is None and not self._has_ended
+        return self._is_lost
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -140,7 +143,7 @@ class HeldLine:
 
     def _wait(self, until: Callable[[], bool], *, hurry: bool) -> bool:
         silent = 0
-        while self._line is not None and not until():
+        while self._line is not None and not self._is_lost and not until():
             if self._hear(SILENT_S):
                 silent = 0
                 continue
@@ -189,6 +192,7 @@ class HeldLine:
         if self._line is not None:
             self._line.close()
             self._line, self._next_s = None, time.monotonic() + LOOK_S
+            self._is_lost = self._is_lost or not self._has_ended
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from zbmd.tools.telemetry.live import once
 from zbmd.transport.errors import UserError, ZbmdError
 
 ACTORS = app.__name__
-TIMEOUT_S = 30.0
+TIMEOUT_S = 180.0
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ async def meet_and_part(session: Session, second: Run, script: asyncio.subproces
     for one, ref in actors.items():  # the other script dials others in its turn, after they have dialed it
         for other, there in actors.items():
             if one != other:
-                called = await asyncio.to_thread(session.ask, ref, app.Call(there), timeout=20)
+                called = await asyncio.to_thread(session.ask, ref, app.Call(there), timeout=TIMEOUT_S)
                 wanted = other.partition("@")[0] if other.startswith("rank") else other
                 assert called.process == wanted, f"{one} reached {other}"
                 assert called.me.process == one, "the reference, in the words of the session"
@@ -102,7 +102,7 @@ async def meet_and_part(session: Session, second: Run, script: asyncio.subproces
     script.kill()
     await all_are_told(session, actors, {other_script})
     with pytest.raises(ZbmdError, match=f"{other_script} has ended"):
-        await asyncio.to_thread(session.ask, f"{other_script}/caller", app.Where(), timeout=10)
+        await asyncio.to_thread(session.ask, f"{other_script}/caller", app.Where(), timeout=TIMEOUT_S)
     victims = {name for name, _, node in session.run(session.system.processes()) if node == "n2"}
     assert len(victims) == 2
     monitors = [await asyncio.to_thread(spawn_watched, session, victim) for victim in victims]
@@ -126,7 +126,9 @@ def spawn_watched(session: Session, process: str) -> Monitor:
     """Spawn an actor of an importable class there, and watch it."""
 
     async def spawn() -> Monitor:
-        return session.system.monitor(await session.system.spawn_on(process, f"{ACTORS}:Caller", timeout=20))
+        return session.system.monitor(
+            await session.system.spawn_on(process, f"{ACTORS}:Caller", timeout=TIMEOUT_S)
+        )
 
     return session.run(spawn())
 
@@ -145,7 +147,7 @@ def told(session: Session, ref: Ref, victim: str) -> bool:
     """That the victim's actor was lost, by the monitor and by the link, each once."""
     if ref.process.startswith("rank") and victim.startswith("rank"):  # in the words of its sibling
         victim = victim.partition("@")[0]
-    texts = session.ask(ref, app.Heard(), timeout=10).texts
+    texts = session.ask(ref, app.Heard(), timeout=TIMEOUT_S).texts
     assert texts.count(f"down {victim} lost") <= 1
     assert texts.count(f"exited {victim} lost") <= 1
     return {f"down {victim} lost", f"exited {victim} lost"} <= set(texts)

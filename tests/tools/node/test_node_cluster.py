@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
 from programs import PROGRAMS
-from support.cluster.cluster_nodes import BUDGET, Nodes
+from support.cluster.cluster_nodes import BUDGET, TIMEOUT_S, Nodes
 
 FIVE = ("n1", "n2", "n3", "n4", "n5")
 
@@ -121,7 +122,10 @@ async def test_a_job_is_stopped_by_any_node_and_what_cannot_be_is_refused(nodes:
     job = text.splitlines()[0]
     code, text = await nodes.command("n1", "stop", job[:6])
     assert code == 0 and f"zbmd-node: job {job} is being stopped" in text, text
-    assert (await nodes.jobs("n2"))[0]["reason"] == "zbmd-node stop"
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (reason := (await nodes.jobs("n2"))[0]["reason"]):  # it hears of what n1 has agreed to
+            pass
+    assert reason == "zbmd-node stop"
     code, text = await nodes.command("n1", "stop", "nosuchjob")
     assert code == 2 and "no job begins with 'nosuchjob'" in text
     code, text = await nodes.command("n1", "submit", "--nnodes", "9999", TRAIN)

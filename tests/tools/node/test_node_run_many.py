@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 from programs import PROGRAMS
 from programs.node import greeter
-from support.cluster.cluster_nodes import Nodes, Run
+from support.cluster.cluster_nodes import TIMEOUT_S, Nodes, Run
 from support.cluster.etcd_server import EtcdServer, etcd_server, free_ports
 
 from zbmd.actors.session import Session
@@ -121,7 +121,9 @@ async def test_references_work_between_ranks_nodes_and_a_script(
         mine = await asyncio.to_thread(session.spawn, greeter.Greeter, name="greeter")
         ranks = [name for name, _, _ in session.run(session.system.processes()) if name.startswith("rank")]
         for rank in sorted(ranks):
-            call = partial(session.ask, f"{rank}/greeter", greeter.Call(mine), reply=greeter.Here, timeout=20)
+            call = partial(
+                session.ask, f"{rank}/greeter", greeter.Call(mine), reply=greeter.Here, timeout=TIMEOUT_S
+            )
             assert (await asyncio.to_thread(call)).process == session.system.name, f"{rank} asked the script"
         assert len(ranks) == 2
     finally:

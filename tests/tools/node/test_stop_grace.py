@@ -7,18 +7,18 @@ import signal
 from typing import TYPE_CHECKING
 
 from programs import PROGRAMS
+from support.cluster.cluster_nodes import BUDGET, Nodes
 from support.cluster.etcd_server import free_ports
 
 if TYPE_CHECKING:
-    from support.cluster.cluster_nodes import Nodes, Run
+    from support.cluster.cluster_nodes import Run
     from support.processes.launcher import Launcher
 
 SAVES = str(PROGRAMS / "node" / "saves.py")
-BUDGET = ("--recovery-budget", "500ms")
 
 
 def test_ranks_that_save_for_longer_than_the_budget_are_waited_for(launcher: Launcher) -> None:
-    with launcher.start("run", "-n", "2", *BUDGET, SAVES, "slowly") as running:
+    with launcher.start("run", "-n", "2", "--recovery-budget", "500ms", SAVES, "slowly") as running:
         running.until("ready", 2)
         running.process.send_signal(signal.SIGTERM)
         running.until(r"\[zbmd\]: SIGTERM received: ranks have 30s to end \(--stop-grace\); once more to end")
@@ -49,7 +49,7 @@ async def two_nodes(nodes: Nodes, *argv: str, needed: str = "2") -> list[Run]:
     door = ("--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}", "--nnodes", needed, "--on-loss", "shrink")
     runs: list[Run] = []
     for number in ("0", "1"):
-        options = (*door, *BUDGET, "--node-rank", number, "-n", "1")
+        options = (*door, "--recovery-budget", BUDGET, "--node-rank", number, "-n", "1")
         runs.append(await nodes.start(f"n{number}", "run", *options, *argv, cwd=None, ZBMD_ARENA="1MiB"))
     for run in runs:
         await run.until("ready")

@@ -36,7 +36,7 @@ PUBLIC = {
     *(f"zbmd.{package}" for package in ("actors", "collectives", "training", "transport", "torch")),
 }
 SESSION = Path(__file__).with_name("page_session.py")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 180.0
 BLOCK = re.compile(
     r"^(?:<!-- run(?:, prints: (?P<prints>.*?))? -->\n)?"
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]*)\")?\n(?P<body>.*?)^```$"

@@ -30,7 +30,7 @@ OPTIONS = (
     *("--disable-extensions", "--disable-default-apps", "--no-pings", "--window-size=1280,1600"),
     *("--remote-debugging-port=0", "about:blank"),
 )
-TIMEOUT_S = 90.0
+TIMEOUT_S = 180.0
 # What the protocol answers to who waits on a page that is left for another.
 LEFT = ("Inspected target navigated", "Cannot find context", "Execution context was destroyed", "collected")
 

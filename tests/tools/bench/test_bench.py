@@ -25,7 +25,7 @@ from zbmd.tools.bench.stats import OURS
 from zbmd.tools.bench.workers import CONTROL, ContenderFailed, Workers
 from zbmd.tools.entry import zbmd as cli
 
-TIMEOUT_S = 120
+TIMEOUT_S = 180
 NO_RANKS = (*MEMCPY, *OF_TCP)
 """Peers that have no part in `echo` or `frame` over shm."""
 CHUNKED = 300 << 10

@@ -13,7 +13,7 @@ from zbmd.tools.lab.bench.collectives.hosts import MODULE
 def test_a_line_for_each_size_and_contender() -> None:
     require_lab()
     command = [sys.executable, "-m", MODULE, "--sizes", "1K,2M", "--rounds", "1", "--cases", "all-gather"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split()[:2] for line in done.stdout.splitlines() if " zbmd" in line]
     assert rows == [["1K", "zbmd"], ["1K", "zbmd-none"], ["2M", "zbmd"], ["2M", "zbmd-none"]]

@@ -18,7 +18,7 @@ from zbmd.tools.lab.bench.transport.__main__ import LARGE, TCP_BYTES, VICTIMS, t
 from zbmd.tools.lab.bench.transport.idle import Idle
 
 MACHINE = Machine(cpu="a processor", cores=2, kernel="6.18", python="3.11", load_average=0.1)
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 def row(case: str, who: str, nbytes: int, time_us: float, ratio: float) -> Measurement:

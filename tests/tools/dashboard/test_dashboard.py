@@ -28,6 +28,7 @@ aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("plotly")
 from support.browser import Page, browser, colors_in, in_a_browser  # noqa: E402 (imports aiohttp)
 
+LIMIT_S = 180.0
 DRAWN = "Number(document.body.dataset.drawn) > 0"
 pytestmark = pytest.mark.optional
 
@@ -176,7 +177,7 @@ def test_which_names_mean_this_machine(host: str, local: bool) -> None:
 async def test_a_page_hears_of_what_is_new(tmp_path: Path) -> None:
     run = written(tmp_path, 1, 2)
     async with client(run) as (session, address), session.ws_connect(f"{address}live") as line:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             first = (await line.receive_json())["version"]
             with lines_path(run, 0, 1).open("ab") as file:
                 file.write(encoded(life(0, [step(3, 3, 5)]))[1])
@@ -211,7 +212,7 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path, number: signal.S
         assert process.stdout is not None
         assert re.match(r"dashboard: http://127\.0\.0\.1:\d+/ ", process.stdout.readline())
         process.send_signal(number)
-        assert process.wait(60) == 0
+        assert process.wait(LIMIT_S) == 0
 
 
 # ---- pages

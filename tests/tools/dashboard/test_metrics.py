@@ -25,7 +25,7 @@ parser = pytest.importorskip("prometheus_client.parser")
 pytest.importorskip("plotly")
 pytestmark = pytest.mark.optional
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 TOKEN = "0123456789abcdef0123456789abcdef"
 with_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed: apt-get install prometheus"

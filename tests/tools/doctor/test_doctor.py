@@ -52,7 +52,7 @@ from zbmd.transport.host.topology import (
 )
 
 COMMAND = [sys.executable, "-m", "zbmd.tools.node.cli", "doctor"]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 SECTIONS = ["MACHINE", "ACCELERATORS", "NETWORK", "RDMA", "LINKS", "DEADLINES", "LIMITS", "OPTIONAL PARTS"]
 
 

@@ -22,7 +22,7 @@ from zbmd.tools.entry import zbmd as cli
 from zbmd.transport.capture import CaptureError, Record, open_log
 from zbmd.transport.capture.records import EventTaken, FrameOut, Mark
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 LOOK_S = 0.02
 STEPS = 200
 SETTLED_NS = 300_000_000

@@ -18,7 +18,7 @@ from zbmd.tools.sim.hunt import Hunt, Quarry
 from zbmd.tools.sim.scenarios import SCENARIOS, run_once, scenario_named
 from zbmd.transport.sim import Options, RunOutcome, parse_plan
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 
 
 def sim(line: str) -> int:

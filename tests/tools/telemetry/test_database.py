@@ -222,7 +222,7 @@ def test_several_processes_may_fill_it_at_once(tmp_path: Path) -> None:
     ]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     for process in started:
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=180)
         assert process.returncode == 0 and int(out.split()[1]) <= 20_000
     with RunDatabase(tmp_path) as database:
         database.update()
@@ -299,9 +299,9 @@ def test_a_parquet_export_holds_every_row(killed: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("pyarrow") is None:
         pytest.skip("pyarrow is not installed")
     export = ["-m", "zbmd", "export", str(killed), "--format", "parquet", "-o", str(tmp_path / "out")]
-    subprocess.run([sys.executable, *export], check=True, timeout=120)
+    subprocess.run([sys.executable, *export], check=True, timeout=180)
     read = [sys.executable, str(PROGRAMS / "tools" / "read_parquet.py"), str(tmp_path / "out")]
-    told = subprocess.run(read, check=True, timeout=120, capture_output=True, text=True).stdout
+    told = subprocess.run(read, check=True, timeout=180, capture_output=True, text=True).stdout
     with RunDatabase(killed) as database:
         expected: list[str] = []
         for table in sorted(set(TABLES) - {"sources"}):

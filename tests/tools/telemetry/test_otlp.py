@@ -149,7 +149,7 @@ def test_what_is_new_follows_until_it_is_stopped(tmp_path: Path) -> None:
             while sum(1 for _ in found.spans()) < 3:
                 found.read()
             export.send_signal(signal.SIGTERM)
-            assert export.wait(60) == 0
+            assert export.wait(180) == 0
         assert [span["name"] for span, _ in found.spans()] == ["step 1", "step 2", "step 3"], "each once"
 
 

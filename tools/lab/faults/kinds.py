@@ -23,7 +23,7 @@ TASK: Final = PROGRAMS / "task_faults.py"
 SCRIPTS: Final = ("train.py", "finetune.py", "main.py", "pretrain_lm.py")
 """Names under which the programs are run, as if they were a user's."""
 WORDS: Final = ("shard-3", "north", "train_b", "wiki", "blue", "réseau")
-END_S: Final = 90.0
+END_S: Final = 180.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ async def main() -> None:
         await worker.system.supervise([inner], name="outer")
         ref = worker.system.ref("worker")
         with contextlib.suppress(zbmd.ActorFailed):
-            await ref.ask(Crash(), timeout=5.0)
+            await ref.ask(Crash(), timeout=180)
         while worker.system.find("worker", 0) is None:  # noqa: ASYNC110 (its supervisor starts it again)
             await asyncio.sleep(0)
         flooding = asyncio.create_task(flood(ref))

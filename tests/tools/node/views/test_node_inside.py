@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import pytest
 import rich.console
 from programs import PROGRAMS
+from support.processes.looks import answered
 
 from zbmd.actors.hangs.introspection import ActorRow, InsideReply, SupervisorRow
 from zbmd.tools.node.screen import Screen
@@ -20,49 +19,28 @@ from zbmd.tools.node.top import main, tree_of
 from zbmd.tools.telemetry.live import ProcessSnapshots, Rates
 from zbmd.transport.errors import UserError
 
-
-def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zbmd.tools.node.cli", *arguments]
-    wide = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
+if TYPE_CHECKING:
+    from support.processes.launcher import Launcher, Running
 
 
 @pytest.fixture
-def job() -> Iterator[subprocess.Popen[str]]:
+def job(launcher: Launcher) -> Generator[Running]:
     """A job of two ranks with a busy worker each, below two supervisors."""
-    command = [
-        sys.executable,
-        "-m",
-        "zbmd.tools.node.cli",
-        "run",
-        "-n",
-        "2",
-        str(PROGRAMS / "node/watched_job.py"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        ready = 0
-        while ready < 2:
-            line = running.stdout.readline()
-            assert line, "the job has ended"
-            ready += "ready" in line
+    with launcher.session("run", "-n", "2", str(PROGRAMS / "node/watched_job.py")) as running:
+        running.until("ready", 2)
         yield running
-        running.kill()
 
 
-def test_a_running_job_is_looked_into(job: subprocess.Popen[str]) -> None:
-    shown = cli("top", "--interval", "0.2", "--times", "1")
-    assert shown.returncode == 0, shown.stderr
-    busiest = [line for line in shown.stdout.splitlines() if " worker " in line]
-    assert len(busiest) >= 2 and "Worker" in busiest[0], shown.stdout
-    tree = cli("tree")
-    assert tree.returncode == 0, tree.stderr
-    assert "rank0#1" in tree.stdout and "rank1#1" in tree.stdout and "outer" in tree.stdout
-    workers = [line for line in tree.stdout.splitlines() if "worker" in line]
-    assert sum("Worker, running" in line and "restarted 1 times" in line for line in workers) >= 2, (
-        tree.stdout
-    )
-    found = json.loads(cli("top", "--json").stdout)
+@pytest.mark.usefixtures("job")
+def test_a_running_job_is_looked_into(launcher: Launcher) -> None:
+    table = answered(launcher, "top", "--interval", "0.2", "--times", "1")
+    busiest = [line for line in table.splitlines() if " worker " in line]
+    assert len(busiest) >= 2 and "Worker" in busiest[0], table
+    tree = answered(launcher, "tree")
+    assert "rank0#1" in tree and "rank1#1" in tree and "outer" in tree
+    workers = [line for line in tree.splitlines() if "worker" in line]
+    assert sum("Worker, running" in line and "restarted 1 times" in line for line in workers) >= 2, tree
+    found = json.loads(answered(launcher, "top", "--json"))
     (host,) = [h for h in found["hosts"] if h["target"].endswith("watched_job.py")]
     rows = {(p["process"], r["name"]): r for p in host["processes"] for r in p["rows"]}
     assert rows["rank0", "worker"]["handled"] > 0 and rows["rank1", "worker"]["parent"] == "rank1/inner"

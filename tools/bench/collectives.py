@@ -86,7 +86,12 @@ def _proved(call: Call, traits: GroupTraits) -> str:
 
 
 def measure(
-    sizes: Sequence[int], cases: Sequence[str], ranks: int, peers: Sequence[str], rounds: int
+    sizes: Sequence[int],
+    cases: Sequence[str],
+    ranks: int,
+    peers: Sequence[str],
+    rounds: int,
+    iterations_max: int = ITERATIONS_MAX,
 ) -> tuple[list[Measurement], list[Contestant]]:
     """Everyone in turn. Raises `PeerMissing` before anything has run, `ContenderFailed`."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory(prefix="zbmd-bench-") as scratch:
@@ -99,7 +104,7 @@ def measure(
             for case in cases:
                 for nbytes in sizes:
                     samples: dict[str, list[list[float]]] = {name: [] for name in everyone}
-                    iterations = min(ITERATIONS_MAX, iterations_for(nbytes))
+                    iterations = min(iterations_max, iterations_for(nbytes))
                     for order in turns(peers, rounds):
                         for name in order:
                             tell(f"{case} {nbytes} {name}")
@@ -141,6 +146,13 @@ def add_arguments(kind: argparse.ArgumentParser, *, rounds_default: int) -> None
         help=f"time only: {', '.join((*CASES, *CASES_FOREIGN))} (default: all in the arena, and all-reduces)",
     )
     kind.add_argument(
+        "--iterations",
+        type=int,
+        default=ITERATIONS_MAX,
+        metavar="N",
+        help="operations per turn at most (default: %(default)s, or 256 MiB of them)",
+    )
+    kind.add_argument(
         "--explain", action="store_true", help="print which algorithm is chosen at each size, and why"
     )
     kind.add_argument(
@@ -152,6 +164,8 @@ def check(arguments: argparse.Namespace) -> tuple[tuple[int, ...], tuple[str, ..
     """(sizes, peers). Raises `UserError` for options that cannot be."""
     if not 1 <= arguments.ranks <= RANKS_MAX or not 1 <= arguments.rounds <= 100:
         raise UserError(f"--ranks, --rounds: expected 1 to {RANKS_MAX} ranks and 1 to 100 rounds")
+    if not 1 <= arguments.iterations <= ITERATIONS_MAX:
+        raise UserError(f"--iterations: expected 1 to {ITERATIONS_MAX:,}, got {arguments.iterations}")
     return parse_sizes(arguments.sizes), listed("--vs", arguments.vs, PEERS)
 
 
@@ -167,4 +181,7 @@ def results(arguments: argparse.Namespace) -> BenchResult:
     sizes, peers = check(arguments)
     cases = listed("--cases", arguments.cases, (*CASES, *CASES_FOREIGN)) or tuple(CASES)
     ranks, rounds = arguments.ranks, arguments.rounds
-    return new_result("collectives", "shm", rounds, lambda: measure(sizes, cases, ranks, peers, rounds))
+    at_most = arguments.iterations
+    return new_result(
+        "collectives", "shm", rounds, lambda: measure(sizes, cases, ranks, peers, rounds, at_most)
+    )

@@ -278,10 +278,12 @@ def _command_line(pid: int) -> bytes:
 
 def test_collectives_are_timed_and_have_their_bus_bandwidth() -> None:
     chosen = ["--cases", "all-reduce", "--cases", "reduce", "--cases", "gather-foreign"]
-    result = bench("collectives", "--ranks", "3", "--sizes", "4,64K", *chosen, "--rounds", "1")
+    turns = ("--rounds", "1", "--iterations", "20")  # three ranks on two cores wait for each other
+    result = bench("collectives", "--ranks", "3", "--sizes", "4,64K", *chosen, *turns)
     words = ("all-reduce in place", "reduce to rank 0", "gather to rank 0, of ordinary arrays")
     expected = [(f"{case}, 3 ranks", OURS, size) for case in words for size in (4, 64 << 10)]
     assert told(result.rows) == expected
+    assert {row.samples for row in result.rows} == {2 * 20}
     for row, factor in zip(result.rows, (4 / 3, 4 / 3, 1, 1, 2 / 3, 2 / 3), strict=True):
         assert row.algbw_gbytes_per_s and row.busbw_gbytes_per_s
         assert abs(row.busbw_gbytes_per_s / row.algbw_gbytes_per_s - factor) < 1e-6
@@ -318,7 +320,10 @@ def test_ranks_that_do_not_start_are_told_in_words(
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize("bad", [["--vs", "magic"], ["--ranks", "0"], ["--sizes", "x"], ["--rounds", "101"]])
+@pytest.mark.parametrize(
+    "bad",
+    [["--vs", "magic"], ["--ranks", "0"], ["--sizes", "x"], ["--rounds", "101"], ["--iterations", "0"]],
+)
 def test_bad_options_of_collectives_are_told(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "collectives", *bad]) == 2
     assert "error" in capsys.readouterr().err

@@ -32,15 +32,19 @@ MORE_S = 180.0
 """Beside other work a step takes many times as long, and what is waited for is a number of steps."""
 KNOWN_STEPS = 160
 """After these a rank is compared with its past: short steps are judged several at a time."""
+MORE_STEPS = 20
+"""No rank is stopped if so many follow."""
 
 
 @contextmanager
-def work(launcher: Launcher, out: Path, steps: int, on_straggler: str = "warn") -> Generator[Running]:
-    with launcher.start(
-        "run", "-n", "2", "--arena", "64MiB", WORK, str(out), str(steps), on_straggler
-    ) as running:
+def work(
+    launcher: Launcher, out: Path, on_straggler: str = "warn", known: int = KNOWN_STEPS
+) -> Generator[Running]:
+    """A job that goes on until it is stopped. known: steps that it has made."""
+    command = ("run", "-n", "2", "--arena", "64MiB", WORK, str(out), "100000", on_straggler)
+    with launcher.start(*command) as running:
         running.deadline_s += MORE_S
-        running.until(rf"step {KNOWN_STEPS} loss")
+        running.until(rf"step {known} loss")
         yield running
 
 
@@ -69,7 +73,7 @@ def stop(running: Running) -> None:
 
 def test_a_rank_that_is_stopped_now_and_then_is_named_and_cleared(launcher: Launcher) -> None:
     out = launcher.directory / "out"
-    with work(launcher, out, 100_000) as running:
+    with work(launcher, out) as running:
         with injected(out, "--rank", "1", "--slow", "1000%"):
             (named,) = running.until(r"step (\d+) rank 1 is slow: .* cause compute: (.*)")
         running.until(r"rank 1 is no longer slow \(cause compute\)")
@@ -90,7 +94,7 @@ def test_a_rank_that_is_stopped_now_and_then_is_named_and_cleared(launcher: Laun
 
 def test_a_rank_whose_batches_are_late_is_named_for_its_data(launcher: Launcher) -> None:
     out = launcher.directory / "out"
-    with work(launcher, out, 100_000) as running:
+    with work(launcher, out) as running:
         with injected(out, "--rank", "0", "--data-delay", "60ms"):
             running.until(r"step \d+ rank 0 is slow: .* cause data: it waits for its batches")
         stop(running)
@@ -113,7 +117,7 @@ def moved_and_stopped(running: Running, out: Path) -> int:
 
 def test_shards_move_away_from_a_slow_rank_and_the_bits_stay(launcher: Launcher) -> None:
     out, calm = launcher.directory / "out", launcher.directory / "calm"
-    with work(launcher, out, 100_000, "rebalance") as running:
+    with work(launcher, out, "rebalance") as running:
         last = moved_and_stopped(running, out)
     with launcher.start("run", "-n", "1", "--arena", "64MiB", WORK, str(calm), str(last), "warn") as alone:
         assert alone.end() == 0, alone.text
@@ -138,7 +142,7 @@ def test_a_gpt_on_a_mesh_moves_shards_with_the_same_bits(launcher: Launcher) -> 
 
 def test_a_slow_rank_is_replaced_once(launcher: Launcher) -> None:
     out = launcher.directory / "out"
-    with work(launcher, out, 100_000, "replace") as running:
+    with work(launcher, out, "replace") as running:
         with injected(out, "--rank", "1", "--slow", "1000%") as process:
             running.until(r"rank 1 is slow: .*; it is ended, as if it had died")
             assert process.wait() == 0, "its target has ended"
@@ -149,22 +153,23 @@ def test_a_slow_rank_is_replaced_once(launcher: Launcher) -> None:
 
 async def test_a_killed_injector_leaves_nothing(launcher: Launcher) -> None:
     out = launcher.directory / "out"
-    with work(launcher, out, 100_000) as running:
+    with work(launcher, out, known=1) as running:
         with closing(target_in(out, 1)) as target:
             pid = target.pid
         with injected(out, "--rank", "1", "--slow", "1000%", "--load", "1", "--nice", "19") as process:
             await until(lambda: state_of(pid) == "T")
             process.kill()
             process.wait()
-        running.until(rf"step {2 * KNOWN_STEPS} loss")
         await until(lambda: not marked(out.as_posix()))
+        await until(lambda: state_of(pid) != "T")
+        running.until(rf"step {max(digests_of(out)) + MORE_STEPS} loss")
         assert state_of(pid) != "T"
         stop(running)
 
 
 def test_a_quota_is_undone_or_refused_with_what_it_needs(launcher: Launcher) -> None:
     out = launcher.directory / "out"
-    with work(launcher, out, 100_000) as running:
+    with work(launcher, out, known=1) as running:
         with closing(target_in(out, 1)) as target:
             pid = target.pid
         before = Path(f"/proc/{pid}/cgroup").read_text()

@@ -174,6 +174,8 @@ class Watch:
 
     def _kill(self, plan: KillPlan, epoch: int) -> None:
         victim = self.ranks()[plan.rank]
+        if not victim.pid:
+            return  # the job has ended before this was called; pid 0 is this process's whole group
         survivors = sum(1 for info in self.ranks().values() if info.pid) - 1
         at_ns = time.monotonic_ns()
         os.kill(victim.pid, signal.SIGKILL)

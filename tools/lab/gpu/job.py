@@ -107,7 +107,7 @@ class _Kills:
             assert self.host is not None
             victim = self.planned.pop(min(due))
             self._killed_ns = time.monotonic_ns()
-            os.kill(self.host.ranks[victim].pid, signal.SIGKILL)
+            self.host.send_signal(victim, signal.SIGKILL)
 
 
 async def _run(out: Path, planned: Mapping[int, int]) -> tuple[dict[str, Any], _Kills]:

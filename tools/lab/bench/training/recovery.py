@@ -133,9 +133,8 @@ class _Killer:
 
     def _kill(self) -> None:
         assert self.host is not None
-        victim = self.host.ranks[self.rng.randrange(self.ranks)]
         self._killed_ns = time.monotonic_ns()
-        os.kill(victim.pid, signal.SIGKILL)
+        self.host.send_signal(self.rng.randrange(self.ranks), signal.SIGKILL)
 
 
 async def measure(

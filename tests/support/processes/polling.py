@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,13 @@ async def until(holds: Callable[[], bool]) -> None:
     """Return once it holds."""
     while not holds():
         await pause()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Return once it holds, for tests without an event loop."""
+    never = threading.Event()
+    while not holds():
+        never.wait(POLL_S)
 
 
 def is_done() -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.processes.children import children_of
+from support.processes.polling import wait_until
 
 from zbmd.collectives.communicator.cost_model import ONE_HOST
 from zbmd.tools.bench import command as bench_cli
@@ -251,11 +252,14 @@ def test_a_killed_benchmark_leaves_no_process_and_no_file(tmp_path: Path) -> Non
         stdout=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as process:
-        ranks: set[int] = set()
-        while len(ranks) < 2 or any(tmp_path.iterdir()):
-            assert process.poll() is None
-            ranks = {pid for pid in children_of(process.pid) if b"bench.transport.rank" in _command_line(pid)}
-        descriptors = [os.pidfd_open(pid) for pid in ranks]
+        wait_until(
+            lambda: (
+                process.poll() is not None
+                or (len(_ranks_of(process.pid)) == 2 and not any(tmp_path.iterdir()))
+            )
+        )
+        assert process.poll() is None, "the benchmark ended before it was killed"
+        descriptors = [os.pidfd_open(pid) for pid in _ranks_of(process.pid)]
         process.send_signal(signal.SIGKILL)
     try:
         waiting = set(descriptors)
@@ -267,6 +271,10 @@ def test_a_killed_benchmark_leaves_no_process_and_no_file(tmp_path: Path) -> Non
         for descriptor in descriptors:
             os.close(descriptor)
     assert not any(tmp_path.iterdir())
+
+
+def _ranks_of(pid: int) -> list[int]:
+    return [child for child in children_of(pid) if b"bench.transport.rank" in _command_line(child)]
 
 
 def _command_line(pid: int) -> bytes:

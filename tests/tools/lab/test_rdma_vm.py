@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.processes.children import children_of
+from support.processes.polling import wait_until
 from support.rdma.rdma_jobs import EXPECTED_VARIABLE, digests_on_one_host
 
 from zbmd.actors.rank.environment import LINKS_VARIABLE
@@ -156,11 +157,9 @@ def machines_of(pid: int) -> list[int]:
 @pytest.mark.usefixtures("machine_can_be_made")
 def test_a_killed_tool_leaves_no_machine() -> None:
     with subprocess.Popen([*TOOL, "true"], stdout=subprocess.DEVNULL) as tool:
-        machines: list[int] = []
-        while not machines:
-            assert tool.poll() is None
-            machines = machines_of(tool.pid)
-        held = os.pidfd_open(machines[0])
+        wait_until(lambda: tool.poll() is not None or bool(machines_of(tool.pid)))
+        assert tool.poll() is None, "the tool ended before it had a machine"
+        held = os.pidfd_open(machines_of(tool.pid)[0])
         tool.send_signal(signal.SIGKILL)
         tool.wait()
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.processes.children import children_of
+from support.processes.polling import wait_until
 
 from zbmd.tools.entry.zbmd import main
 from zbmd.tools.sim.hunt import Hunt, Quarry
@@ -164,9 +165,8 @@ def test_an_interrupted_hunt_leaves_no_process(number: signal.Signals) -> None:
 
 def wait_for_workers(pid: int, count: int) -> list[int]:
     """A pidfd of each worker, once there are so many; the command says nothing of them."""
-    while len(found := children_of(pid)) < count:
-        pass
-    return [os.pidfd_open(child) for child in found]
+    wait_until(lambda: len(children_of(pid)) >= count)
+    return [os.pidfd_open(child) for child in children_of(pid)]
 
 
 def has_ended(pidfd: int) -> bool:

@@ -6,7 +6,8 @@
 Each host is a network namespace with a node and one rank of the job (`node`), reached over
 TCP. One host's cable is pulled: the others go on with its shards. It is plugged in, comes back with its
 next life, and takes work again. Then it is killed with all that it runs, and started again. At the end
-the weights are compared with those of one plain process. Wants root and iproute2.
+the job is stopped, and its weights are compared with those of as many steps of one plain process. Wants root
+and iproute2.
 
 With `--spare` two of the hosts run two ranks each and the third runs none: it takes the place of the one that
 is killed. With `--calm` nothing is done to a host: what the network does is all. With `--netem` the kernel
@@ -34,20 +35,24 @@ from zbmd.tools.bench.stats import median
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.lab.hosts.netns import Lab, LabHost
 from zbmd.tools.train.command import recipe_of
+from zbmd.training.checkpoint.sharded import load_trained
 from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.task import weights_sha256
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT, parse_duration, parse_recovery_budget
-from zbmd.transport.errors import UserError, ZbmdError
+from zbmd.transport.errors import ZbmdError
 
 HOSTS: Final = 3
 PATIENCE_BUDGETS: Final = 90
 """Recovery budgets without a commit after which the demo gives up."""
 PORT: Final = 29400
-STEPS_DEFAULT: Final = 600
+STEPS_MOST: Final = 1_000_000
+"""Of the job, which is stopped before: a host may take many steps' time to come back."""
 STEPS_BETWEEN: Final = 20
 """Committed before each thing that is done to the last host."""
-STEPS_MIN: Final = 200
 NODE: Final = (sys.executable, "-m", "zbmd.tools.lab.hosts.node")
 MODEL: Final = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--evaluate-every", "0")
+CONSTANT: Final = ("--curve", "constant")
+"""A learning rate that does not depend on the number of steps."""
 ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
 Event = dict[str, Any]
 
@@ -170,7 +175,6 @@ class JobDemo:
     def __init__(
         self,
         hosts: Sequence[Host],
-        steps: int,
         layout: Layout,
         budget_ns: int,
         model: Sequence[str] = MODEL,
@@ -187,9 +191,9 @@ class JobDemo:
         """The hosts that have started ranks."""
         self.noticed_ns: int | None = None
         """When one of the others first no longer heard the victim, since something was done to that."""
-        self.result: Event | None = None
+        self.phase = ""
+        """Of the job, by the table of the cluster."""
         self.figures: dict[str, float] = {}
-        self._total = steps
 
     def start(self, out: Path) -> None:
         """Form the cluster, and submit the job."""
@@ -203,7 +207,7 @@ class JobDemo:
             {
                 "target": "zbmd.training.sharded",
                 "is_module": True,
-                "arguments": [recipe_by(out, self._total, self._model).encode()],
+                "arguments": [recipe_by(out, STEPS_MOST, self._model).encode()],
                 "ranks_per_node": self.layout.ranks_per_node,
                 "nodes_min": self.layout.nodes_min,
                 "nodes_max": self.layout.nodes_max,
@@ -224,14 +228,14 @@ class JobDemo:
         else:
             self._all_agree(self.places)
 
-    def finish(self) -> str:
-        """The digest of the weights at the end."""
-        self._until(lambda: self.result is not None, "the result of the job")
+    def finish(self, steps: int) -> None:
+        """Stop the job, which writes a checkpoint, once it has committed so many."""
+        self._until(lambda: self.steps[-1].version >= steps, f"{steps} steps")
+        self.places[0].order({"stop": "all was done to its hosts"})
+        self._until(lambda: self.phase == "ended", "the end of the job")
         gaps = [(b.at_ns - a.at_ns) / 1e6 for a, b in pairwise(self.steps)]
         self.figures["an ordinary step, ms"] = median(gaps)
         self.figures["the longest time between two steps of the whole run, ms"] = max(gaps)
-        assert self.result is not None
-        return str(self.result["weights_sha256"])
 
     def close(self) -> None:
         """Kill what runs."""
@@ -276,14 +280,14 @@ class JobDemo:
         self._until(lambda: all(self.views.get(name) == names for name in names), f"a view of {names}")
 
     def _until(self, reached: Callable[[], bool], what: str) -> None:
-        """As long as there are commits, for there are only so many: a slow network is not one that stands."""
+        """As long as there are commits: a slow network is not one that stands."""
         deadline_s, steps = time.monotonic() + self._patience_s, len(self.steps)
         while not reached():
             if len(self.steps) > steps:
                 deadline_s, steps = time.monotonic() + self._patience_s, len(self.steps)
             running = {p.fd: p for p in self.places if p.fd >= 0}
             ready = select.select(list(running), [], [], max(0.0, deadline_s - time.monotonic()))[0]
-            if not ready or (self.result is not None and not reached()):
+            if not ready or (self.phase == "ended" and not reached()):
                 now_ns = time.monotonic_ns()
                 ages = [f"{(now_ns - step.at_ns) / 1e6:.0f} ms ago {step}" for step in self.steps[-3:]]
                 raise DemoFailed(
@@ -312,8 +316,8 @@ class JobDemo:
                         at_ns=event["at_ns"],
                     )
                 )
-            case "report" if event["payload"]["kind"] == "result":
-                self.result = event["payload"]
+            case "job":
+                self.phase = event["phase"]
             case _:
                 pass
 
@@ -321,8 +325,8 @@ class JobDemo:
 class CableDemo(JobDemo):
     """With hosts of a laboratory, whose cables can be pulled."""
 
-    def __init__(self, hosts: Sequence[LabHost], steps: int, layout: Layout, budget_ns: int) -> None:
-        super().__init__(hosts, steps, layout, budget_ns)
+    def __init__(self, hosts: Sequence[LabHost], layout: Layout, budget_ns: int) -> None:
+        super().__init__(hosts, layout, budget_ns)
         self._lab_hosts = {host.name: host for host in hosts}
 
     def pull_and_plug(self) -> None:
@@ -339,7 +343,8 @@ class CableDemo(JobDemo):
 
 def recipe_by(out: Path, steps: int, model: Sequence[str] = MODEL, *own: str) -> TrainOptions:
     """The job's recipe; model, own: options of `zbmd train`."""
-    words = ["--out", str(out), "--steps", str(steps), "--checkpoint-every", "1000", *model, *own]
+    words = ["--out", str(out), "--steps", str(steps), "--checkpoint-every", "1000"]
+    words += [*CONSTANT, *model, *own]
     return recipe_of(words, ranks=1)
 
 
@@ -354,7 +359,7 @@ def plain_digest(out: Path, steps: int) -> str:
 
 
 def run(
-    steps: int,
+    steps: int = 0,
     *,
     layout: Layout = ONE_EACH,
     delay_ms: float = 0.0,
@@ -365,30 +370,34 @@ def run(
     pull: bool = True,
     kill: bool = True,
 ) -> tuple[dict[str, float], bool]:
-    """All of it: the figures, and whether the weights are those of a plain run. Raises `DemoFailed`."""
+    """All of it: the figures, and whether the weights are those of a plain run. Raises `DemoFailed`.
+
+    steps: that are committed at least.
+    """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zbmd-demo-")))
         shaped = bool(delay_ms or loss or rate_mbps)
         lab = stack.enter_context(Lab(HOSTS, shaped=shaped, netem=netem))
         for host in lab.hosts if shaped else ():
             host.shape(delay_ms=delay_ms, loss=loss, rate_mbps=rate_mbps)
-        demo = CableDemo(lab.hosts, steps, layout, budget_ns)
+        demo = CableDemo(lab.hosts, layout, budget_ns)
         stack.callback(demo.close)
         demo.start(folder / "run")
         if pull:
             demo.pull_and_plug()
         if kill:
             demo.kill_and_start()
-        digest = demo.finish()
+        demo.finish(steps)
         demo.close()
-        return demo.figures, digest == plain_digest(folder / "plain", steps)
+        weights, _, steps = load_trained(folder / "run")
+        return demo.figures, weights_sha256(weights) == plain_digest(folder / "plain", steps)
 
 
 @exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = script_parser("lab.hosts.job", __doc__)
-    parser.add_argument("--steps", type=int, default=STEPS_DEFAULT)
+    parser.add_argument("--steps", type=int, default=0, help="commit at least as many")
     parser.add_argument("--spare", action="store_true", help="two ranks on each of two hosts, one host idle")
     parser.add_argument("--delay", metavar="TIME", help="of what each host sends")
     parser.add_argument("--loss", type=float, default=0.0, metavar="FRACTION")
@@ -398,8 +407,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recovery-budget", metavar="TIME", default="1s", help="default: %(default)s")
     add_json(parser)
     arguments = parser.parse_args(argv)
-    if arguments.steps < STEPS_MIN and not arguments.calm:
-        raise UserError(f"--steps {arguments.steps}: give {STEPS_MIN} or more.")
     delay_ms = 0.0 if arguments.delay is None else parse_duration(arguments.delay) * 1e3
     figures, same = run(
         arguments.steps,

@@ -36,7 +36,7 @@ from zbmd.transport.clock.deadlines import (
 )
 from zbmd.transport.errors import ZbmdError
 
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 180.0
 LINES_KEPT_MAX: Final = 1000
 SUSPICIONS_GOAL: Final = 3
 """Cable pull to new view, in heartbeat deadlines."""

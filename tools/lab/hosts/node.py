@@ -2,9 +2,9 @@
 
     python -m zbmd.tools.lab.hosts.node ADDRESS --name NAME [--join ADDRESS] [--recovery-budget TIME]
 
-Standard input takes one order, a JSON object with the fields of a training job to submit; standard
-output reports views, ranks and steps, each with its time (CLOCK_MONOTONIC, one for all hosts of the
-laboratory).
+Standard input takes orders, JSON objects: the fields of a training job to submit, or `{"stop": REASON}` for
+that job. Standard output reports views, ranks and steps, each with its time (CLOCK_MONOTONIC, one for all
+hosts of the laboratory).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zbmd.actors.cluster.node.incarnations import (
 )
 from zbmd.actors.cluster.node.node import ClusterNode
 from zbmd.actors.cluster.node.persistent_state import NodeState
-from zbmd.actors.cluster.state.job_table import JobSpec, Submit
+from zbmd.actors.cluster.state.job_table import JobSpec, Stop, Submit
 from zbmd.actors.process.output import OutputLine, emit_plainly
 from zbmd.tools.cli.options import script_parser
 from zbmd.transport.capture.log import RingRecorder
@@ -64,6 +64,7 @@ class LabNode:
             recovery_budget_ns=recovery_budget_ns,
         )
         clock = HybridClock()
+        self._job = secrets.randbits(62) | 1
         self.node = ClusterNode(config, NodeState.open(), self._hear)
         self.jobs = JobHost(
             self.node,
@@ -105,8 +106,13 @@ class LabNode:
 
     def submit(self, order: dict[str, Any]) -> None:
         """Have the cluster run a job."""
-        spec = JobSpec(job=secrets.randbits(62) | 1, arena_bytes=ARENA_BYTES, **order)
+        order["arguments"] = tuple(order.get("arguments", ()))
+        spec = JobSpec(job=self._job, arena_bytes=ARENA_BYTES, **order)
         self.node.command(Submit(spec=spec))
+
+    def stop(self, reason: str) -> None:
+        """Have the cluster end that job."""
+        self.node.command(Stop(job=self._job, reason=reason))
 
 
 async def run(address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
@@ -116,8 +122,10 @@ async def run(address: str, join: str | None, name: str, recovery_budget_ns: int
     living = asyncio.ensure_future(place.node.run())
     while line := await asyncio.to_thread(sys.stdin.readline):
         order = json.loads(line)
-        order["arguments"] = tuple(order.get("arguments", ()))
-        place.submit(order)
+        if "stop" in order:
+            place.stop(order["stop"])
+        else:
+            place.submit(order)
     await living
 
 

@@ -30,8 +30,6 @@ from zbmd.training.run.ledger import LOG_NAME, CommitRecord, read_log
 from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_NS_DEFAULT
 from zbmd.transport.errors import UserError
 
-STEPS: Final = 1_000_000
-"""More than are taken: the job is ended when all joins are done."""
 HOSTS_MAX: Final = 8
 JOINS_MAX: Final = 100
 STEPS_AROUND: Final = 15
@@ -121,7 +119,7 @@ def run(hosts: int, joins: int, arguments: Sequence[str]) -> list[Joined]:
             home.mkdir(mode=0o700)
             places.append(LoopbackHost(f"host{number}", _address(number), home))
         layout = Layout(ranks_per_node=1, nodes_min=hosts - 1, nodes_max=hosts)
-        demo = JobDemo(places, STEPS, layout, RECOVERY_BUDGET_NS_DEFAULT, arguments)
+        demo = JobDemo(places, layout, RECOVERY_BUDGET_NS_DEFAULT, arguments)
         stack.callback(demo.close)
         demo.start(folder / "run")
         for _ in range(joins):

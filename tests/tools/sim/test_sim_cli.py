@@ -199,7 +199,7 @@ def test_on_a_terminal_there_is_a_bar() -> None:
         "--scenario",
         "commit",
         "--seconds",
-        "3",
+        "0.5",
     ]
     try:
         hunt = subprocess.Popen(

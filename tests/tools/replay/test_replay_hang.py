@@ -24,7 +24,8 @@ from zbmd.transport.capture.records import EventTaken, FrameOut, Mark
 
 TIMEOUT_S = 180.0
 LOOK_S = 0.02
-STEPS = 200
+STEPS = 100_000
+"""More than are made until the job is stopped, however late this process is to stop a rank."""
 SETTLED_NS = 300_000_000
 """A machine that has not moved for so long, over several flushes of the log, hangs."""
 

@@ -8,7 +8,7 @@ from support.netns import netns
 from zbmd.tools.lab.hosts import kill_hosts as demo_hosts
 from zbmd.transport.clock.deadlines import derive
 
-BUDGET = "5s"
+BUDGET = "3s"
 """No node is taken for gone that gets no processor for a second."""
 
 

@@ -7,7 +7,7 @@ from support.netns import netns
 
 from zbmd.tools.lab.hosts import job as demo_hosts_job
 
-PATIENT_NS = 4_000_000_000
+PATIENT_NS = 3_000_000_000
 """Of the recovery budget: no node is taken for gone that gets no processor for a second."""
 
 

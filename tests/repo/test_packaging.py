@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -64,7 +65,8 @@ COMMANDS = (
 )
 
 PROBE = PROGRAMS / "launched" / "wheel_probe.py"
-"""Runs in the empty environment."""
+HELPS = PROGRAMS / "launched" / "wheel_helps.py"
+"""Both run in the empty environment."""
 
 pytestmark = pytest.mark.slow
 
@@ -151,18 +153,20 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    run(sys.executable, "-m", "venv", "environment", cwd=tmp_path)
+    run(sys.executable, "-m", "venv", "--without-pip", "environment", cwd=tmp_path)
     binaries = tmp_path / "environment" / "bin"
-    run(binaries / "python", "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    pip = (sys.executable, "-m", "pip", "--python", binaries / "python")
+    run(*pip, "install", "--quiet", wheel, cwd=tmp_path)
     assert run(binaries / "python", PROBE, cwd=tmp_path).endswith("probe passed\n")
     for command in ("zbmd", "zbmd-node"):
         assert run(binaries / command, "--version", cwd=tmp_path) == f"zbmd {zbmd.__version__}\n"
     assert run(binaries / "python", "-m", "zbmd", "--version", cwd=tmp_path) == f"zbmd {zbmd.__version__}\n"
-    helped = [("zbmd", *words.split()) for words in ("", *COMMANDS)]
-    helped += [("zbmd-node", *words.split()) for words in ("", *NODE_COMMANDS)]
-    for name, *words in helped:
-        shown = run(binaries / name, *words, "--help", cwd=tmp_path)
-        assert shown.startswith("usage: ") and "zbmd.tools" not in shown, (name, words, shown)
+    helped = [f"zbmd {words}".strip() for words in ("", *COMMANDS)]
+    helped += [f"zbmd-node {words}".strip() for words in ("", *NODE_COMMANDS)]
+    shown = json.loads(run(binaries / "python", HELPS, *helped, cwd=tmp_path))
+    assert list(shown) == helped
+    for command, text in shown.items():
+        assert text.startswith("usage: ") and "zbmd.tools" not in text, (command, text)
 
 
 def test_every_command_is_asked_for_help() -> None:

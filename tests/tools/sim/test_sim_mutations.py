@@ -44,7 +44,7 @@ MUTATIONS = [
         "commit",
         (Edit(f"{MACHINE}:choose", "version < known or None in sources", "None in sources"),),
         BROKEN,
-        seed=42,
+        seed=63,
     ),
     Mutation(
         "replicas go on from a version that nobody knows to be committed",
@@ -91,14 +91,14 @@ MUTATIONS = [
         "commit",
         (Edit(f"{MIRROR}._voted", "if own != votes[first][0]:", "if False:"),),
         BROKEN,
-        seed=56,
+        seed=95,
     ),
     Mutation(
         "a copy is not compared with its original",
         "commit",
         (Edit(f"{MIRROR}._voted", "self.copied and keeper[1] != own", "False"),),
         BROKEN,
-        seed=608,
+        seed=693,
     ),
     Mutation(
         "the digest of what was pulled is not looked at",
@@ -121,7 +121,7 @@ MUTATIONS = [
         "commit",
         (Edit(f"{MACHINE}:buddies", "max(sizes.values()) % n or 1", "max(sizes.values()) % n"),),
         BROKEN,
-        seed=3,
+        seed=4,
     ),
     Mutation(
         "a copy of an earlier version is taken for this one's",
@@ -134,7 +134,7 @@ MUTATIONS = [
             ),
         ),
         BROKEN,
-        seed=3,
+        seed=4,
     ),
     Mutation(
         "who alone saw a commit keeps its record",
@@ -156,14 +156,14 @@ MUTATIONS = [
         (Edit(f"{RESULTS}.committed", "keys or range(len(digests))", "range(len(digests))"),),
         BROKEN,
         "--ranks 2 --length 1 --faults 1",
-        seed=2,
+        seed=6,
     ),
     Mutation(
         "a job trains with the ranks that are there",
         "commit",
         (Edit(f"{INTERFACE}:use_of", "len(view.members) == world_size or fits(view.ranks)", "True"),),
         ANY,
-        seed=11,
+        seed=16,
     ),
     Mutation(
         "ranks go on after one has left with the result",
@@ -509,4 +509,4 @@ def test_a_planted_bug_is_found_shrunk_and_seen_again(
 
 def test_without_a_bug_nothing_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     """The same hunt over the code as it is: what finds the bugs is no checker that fails on anything."""
-    assert main(["sim", "hunt", "--seconds", "8"]) == 0, capsys.readouterr().out
+    assert main(["sim", "hunt", "--seconds", "4"]) == 0, capsys.readouterr().out

@@ -55,7 +55,8 @@ MUTATIONS = [
             ),
         ),
         ANY,
-        seed=0,
+        "--ranks 3 --length 1 --faults 1",
+        seed=7,
     ),
 ]
 

@@ -57,6 +57,9 @@ NODES_MAX = 6
 LATE_NS_MAX = 400_000_000
 FORK_NS = (500_000, 5_000_000)
 JOIN_NS = (2_000_000, 60_000_000)
+# A template that has to wait for a core reports a fork later than the process joins.
+LATE_REPORT_SHARE = 0.1
+LATE_REPORT_NS = (0, 100_000_000)
 SLOW = sim.Conditions(jitter_ns=15_000_000)
 """Every other cluster's network: so that nodes act on one view at different times."""
 LINK_NS = (100_000, 150_000_000)
@@ -141,7 +144,8 @@ class JobWorld:
 class SimRank:
     """One process of the job. view: the newest one that it received; entered: the epoch it acts in.
 
-    mute: it never joins; parted: the newest epoch in which it has told its host of a lost link.
+    mute: it never joins; parted: the newest epoch in which it has told its host of a lost link; known: its
+    node knows of its fork.
     """
 
     key: RankKey
@@ -150,6 +154,7 @@ class SimRank:
     entered: int = 0
     stubborn: bool = False
     mute: bool = False
+    known: bool = False
     parted: int = 0
     tick_ns: int = 0
     ran_since_ns: int = 0
@@ -311,7 +316,12 @@ class JobsNode(SimulatedNode):
                 self._later(key, "tick", (TICK_NS, TICK_NS), now_ns)
                 if self.world.rng.random() < 0.2:
                     self._later(key, "dies", (0, SECOND_NS), now_ns)
-                self._local(e.Forked(key=key), now_ns)
+                if self.world.rng.random() < LATE_REPORT_SHARE:
+                    self._later(key, "known", LATE_REPORT_NS, now_ns)
+                else:
+                    self._report_fork(rank, now_ns)
+            case "known":
+                self._report_fork(rank, now_ns)
             case "joined":
                 self._local(e.Joined(key=key, address=f"{key}"), now_ns)
             case "linked":
@@ -326,10 +336,16 @@ class JobsNode(SimulatedNode):
             case _:
                 raise AssertionError(name)
 
+    def _report_fork(self, rank: SimRank, now_ns: int) -> None:
+        if not rank.known:
+            rank.known = True
+            self._local(e.Forked(key=rank.key), now_ns)
+
     def _ends(self, rank: SimRank, how: str, now_ns: int) -> None:
         del self.ranks[rank.key]
         if how == "dies" and self.world.rng.random() < 0.5:
             self._local(e.LossProven(key=rank.key), now_ns)
+        self._report_fork(rank, now_ns)
         code = {"dies": -11, "killed": -9, "ended": 0}[how]
         self._local(e.Exited(key=rank.key, code=code, reason=how), now_ns)
 

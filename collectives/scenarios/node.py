@@ -161,6 +161,7 @@ class NodeProcess:
             match action:
                 case jobs.Fork(key=key):
                     effects.append(sim.Start(process=f"rank{key.rank}"))
+                    effects += self._feed(jobs.Forked(key=key), now_ns)
                 case jobs.InstallView(view=view) if set(view.ranks) - {self.late} and self.late in view.ranks:
                     effects += self._without_late(view, now_ns)
                 case jobs.InstallView(view=view):

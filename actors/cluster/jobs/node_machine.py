@@ -89,7 +89,7 @@ class LocalProcess:
     kill_at_ns: when it is killed, if it was asked to end; late: it had not ended by then, although its user
     gave it the time; gone_by_ns: when it is not waited for any more, once it was killed; linked: the epoch
     of the newest view for which it is linked; hurried: others wait for its join; join_by_ns: when it is
-    given up, unless it joins; given_up: why it was.
+    given up, unless it joins; given_up: why it was; early: its join, if that came before its fork was known.
     """
 
     key: RankKey
@@ -107,6 +107,7 @@ class LocalProcess:
     hurried: bool = False
     join_by_ns: int | None = None
     given_up: str = ""
+    early: e.Joined | None = None
 
 
 @dataclass(slots=True)
@@ -338,12 +339,17 @@ class LocalJobs:
         if process.condemned:  # the fork crossed the decision to end it
             process.condemned = False
             self._condemn(self.jobs[key.job], process, now_ns, kill=process.killed)
+        elif process.early is not None:
+            self._joined(process.early)
 
     def _joined(self, event: e.Joined) -> None:
         key, process = event.key, self._process(event.key)
         if process is None or process.state is ProcessState.JOINED or process.condemned or process.told:
             return  # a join may come after its own death, or twice: it is another process that says so
-        process.state = ProcessState.JOINED
+        if process.state is ProcessState.FORKING:  # it runs before its template has said that, and its pid
+            process.early = event
+            return
+        process.state, process.early = ProcessState.JOINED, None
         process.join_by_ns = None
         up = RankUp(
             job=key.job,

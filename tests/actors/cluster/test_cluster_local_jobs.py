@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zbmd.actors.cluster.contracts import HostLinked
 from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.node_events import RankKey
@@ -23,6 +25,7 @@ from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView, ViewChange
 from zbmd.actors.view import View
 from zbmd.transport.clock.deadlines import derive
+from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import SetTimer, TimerFired
 
 JOB = 5
@@ -308,6 +311,24 @@ def test_when_its_life_ends_everything_is_killed_and_nothing_told() -> None:
     assert host.put(e.Exited(key=key_of(0), code=-9, reason="killed")) == []
     assert host.put(e.Joined(key=key_of(1), address="late")) == []
     assert host.put(e.Exited(key=key_of(1), code=-9, reason="killed")) == [e.Close(job=JOB)]
+
+
+def test_a_process_that_joins_before_its_fork_is_reported_is_up_once_it_is() -> None:
+    """A template that waits for a core reports a fork late; the process has run meanwhile."""
+    hosts = Hosts(1, ranks_per_node=3)
+    host = hosts.hosts[0]
+    hosts.act(0)
+    joined = [e.Joined(key=key_of(rank), address=f"a{rank}") for rank in range(3)]
+    assert host.put(*joined) == [], "there is no process yet that could be ended"
+    (order,) = host.put(e.Forked(key=key_of(0)))
+    assert isinstance(order, e.ProposeOrder) and isinstance(order.order, RankUp)
+    assert (order.order.rank, order.order.address) == (0, "a0")
+    assert kinds(host.put(e.LossProven(key=key_of(1)))) == ["ProposeOrder", "AnnounceDown"]
+    assert host.put(e.Forked(key=key_of(1))) == [e.Kill(key=key_of(1))], "it is not up: it has died"
+    assert host.put(e.IncarnationEnded(reason="it is cut off")) == [e.Kill(key=key_of(0))]
+    assert host.put(e.Forked(key=key_of(2))) == [e.Kill(key=key_of(2))], "it is not up any more"
+    with pytest.raises(LocalProtocolError, match="was not to be forked"):
+        host.put(e.Forked(key=key_of(0)))
 
 
 def test_a_death_is_told_before_its_exit_status_is_known_and_once() -> None:

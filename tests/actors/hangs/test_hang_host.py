@@ -19,8 +19,10 @@ from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.host_contracts import NodeStatus
 from zbmd.actors.view import Outcome
 
-TIMEOUT_S = 30.0
-DEADLINE_NS = 300_000_000
+TIMEOUT_S = 180.0
+DEADLINE_NS = 1_000_000_000
+"""Longer than a rank waits for a core on a busy machine: one that does is told of, too."""
+FOR = r"for \d+(\.\d)? s"
 
 RANKS = PROGRAMS / "actors/hanging_ranks.py"
 
@@ -91,7 +93,7 @@ async def test_three_ranks_that_hang_each_in_its_own_way() -> None:
     await job.run()
     blocked, native, slow = sorted(job.notices, key=lambda notice: notice.culprits)
     assert blocked.culprits == ((1, 1),)
-    assert blocked.text.startswith("rank1 has made no progress for 0."), blocked.text
+    assert re.match(f"rank1 has made no progress {FOR}: ", blocked.text), blocked.text
     assert f"at {job.line('BLOCKS HERE')} in load_batch" in blocked.text
     assert "its event loop is blocked in task worker" in blocked.text
     assert any("in Busy.work" in line for line in blocked.stack)
@@ -109,7 +111,7 @@ async def test_a_rank_that_never_enters_a_collective() -> None:
     await job.run()
     (notice,) = job.notices
     # The number counts the operations by which the group has measured its links, too.
-    said = r"rank 2 never entered all_reduce #\d+ of epoch 1; ranks 0-1 wait in it for 0\."
+    said = rf"rank 2 never entered all_reduce #\d+ of epoch 1; ranks 0-1 wait in it {FOR};"
     assert re.search(said, notice.text), notice.text
     assert f"at {job.line('ELSEWHERE')} in never_enters_a_collective" in notice.text
     assert "step 41: load" in notice.text
@@ -130,7 +132,8 @@ async def test_a_stopped_rank_and_that_it_goes_on() -> None:
     job = Job("meets_for_ever", act=act, enough=lambda notice: notice.over)
     await job.run()
     found, over = job.notices
-    assert f"rank 1 (pid {pid}) is stopped (SIGSTOP): kill -CONT {pid} lets it go on, for 0." in found.text
+    said = rf"rank 1 \(pid {pid}\) is stopped \(SIGSTOP\): kill -CONT {pid} lets it go on, {FOR}"
+    assert re.search(said, found.text), found.text
     assert "rank 0 waits in" in found.text and "barrier #" in found.text
     assert found.culprits == ((1, 1),)
     assert over.over and over.text == f"over: {found.text}"
@@ -141,7 +144,7 @@ async def test_two_actors_that_ask_each_other() -> None:
     await job.run()
     assert job.notices, job.lines
     (notice,) = job.notices
-    assert notice.text.startswith("a deadlock for 0.")
+    assert re.match(f"a deadlock {FOR}: ", notice.text), notice.text
     at = f"(handler Busy.work, at {job.line('ASKS HERE')} in Busy.work)"
     assert f"rank0/worker {at} waits for rank1/worker" in notice.text
     assert f"rank1/worker {at} waits for rank0/worker" in notice.text

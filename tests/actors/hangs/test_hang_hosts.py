@@ -51,7 +51,7 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
 
 
-def hang(w: World, rank: int, on_hang: str, *, deadline: str = "400ms") -> None:
+def hang(w: World, rank: int, on_hang: str, *, deadline: str = "1s") -> None:
     """Submit a job whose `rank` never enters what the others wait in."""
     w.script = NEVER_ENTERS
     environment = (("HANGS", str(rank)), ("ZBMD_PROGRESS_DEADLINE", deadline), ("ZBMD_ON_HANG", on_hang))
@@ -101,7 +101,7 @@ async def test_ranks_of_all_hosts_wait_for_one_in_a_debugger(tmp_path: Path) -> 
     """Beyond the time-outs of their operations, and nobody takes any of them for hanging."""
     async with world(tmp_path, 3) as w:
         w.script = PROGRAMS / "actors/debugged.py"
-        environment = (("ZBMD_PROGRESS_DEADLINE", "400ms"), ("ZBMD_ON_HANG", "stop"))
+        environment = (("ZBMD_PROGRESS_DEADLINE", "2s"), ("ZBMD_ON_HANG", "stop"))
         w.submit(nodes_min=3, nodes_max=3, environment=environment)
         job = await w.ended()
     assert "every rank finished" in job.reason and job.restarts_total == 0, job

@@ -26,7 +26,7 @@ from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.transport.errors import UserError
 from zbmd.transport.tcp.address import TcpAddress
 
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 RETRY_NS = 20_000_000
 
 

@@ -24,7 +24,7 @@ from zbmd.transport.tcp.address import TcpSettings
 BUDGET_NS = 200 * MILLISECOND_NS
 LONG_BUDGET_NS = 60 * SECOND_NS
 """No look comes while a test runs."""
-TIMEOUT_S = 30.0
+TIMEOUT_S = 180.0
 
 
 def inside(node: ClusterNode, look: Callable[[Heartbeats], bool]) -> asyncio.Future[bool]:

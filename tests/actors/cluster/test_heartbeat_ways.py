@@ -20,7 +20,7 @@ HOUR_NS = 3600 * 1000 * MS
 STRIPE_KEYS = bytes(range(16)), bytes(range(16, 32))
 WAY_KEYS = bytes(range(32, 48)), bytes(range(48, 64))
 BROKEN = -1
-PATIENCE_S = 20.0
+PATIENCE_S = 180.0
 
 WRITE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 

@@ -128,7 +128,7 @@ class Node:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self.native.fd, lambda: (os.eventfd_read(self.native.fd), news.set()))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not until():
                     await news.wait()
                     news.clear()

@@ -59,15 +59,15 @@ class Asker(Actor):
 
     @on(Add)
     async def add(self, message: Add) -> Total:
-        total: Total = await self.to.ask(message, timeout=5, reply=Total)
-        both = await asyncio.gather(*(self.to.ask(Add(n), timeout=5) for n in (1, 2)))
+        total: Total = await self.to.ask(message, timeout=60, reply=Total)
+        both = await asyncio.gather(*(self.to.ask(Add(n), timeout=60) for n in (1, 2)))
         await asyncio.create_task(self.to.tell(Add(total.value + len(both))))
         return total
 
     @on(Items)
     async def items(self, message: Items) -> Items:
         sent = Items(list(message.items))
-        answer: Items = await self.to.ask(sent, timeout=5)
+        answer: Items = await self.to.ask(sent, timeout=60)
         sent.items.append(99)
         answer.items.append(98)
         return answer
@@ -88,10 +88,10 @@ class Flushing(Actor):
 async def asking(system: ActorSystem) -> None:
     counter = await system.spawn(Counter, name="counter")
     asker = await system.spawn(Asker, counter, name="asker")
-    assert (await asker.ask(Add(1), timeout=5)).value == 1
+    assert (await asker.ask(Add(1), timeout=60)).value == 1
     for message in (Add(2, "ü", b"x"), Add(3, "y" * 5000), Add(1 << 40, "", bytes(5000))):
-        await asker.ask(message, timeout=5)
-    assert (await asker.ask(Items([1, 2]), timeout=5)).items[-1] == 98
+        await asker.ask(message, timeout=60)
+    assert (await asker.ask(Items([1, 2]), timeout=60)).items[-1] == 98
 
 
 def test_asks_of_all_kinds_are_replayed(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_turn_may_be_written_before_it_is_over(tmp_path: Path) -> None:
         system = captured_system("rank0", recorder=recorder)
         flushing = await system.spawn(Flushing, name="flushing")
         for amount in (1, 2, 3):
-            await flushing.ask(Add(amount), timeout=5)
+            await flushing.ask(Add(amount), timeout=60)
         await system.stop()
         recorder.close()
 
@@ -180,7 +180,7 @@ def test_a_ring_is_written_in_the_middle_of_a_turn_and_again(tmp_path: Path) -> 
         system = captured_system("rank0", recorder=ring)
         await asking(system)
         dumping = await system.spawn(Dumping, name="dumping")
-        await dumping.ask(Add(1), timeout=5)
+        await dumping.ask(Add(1), timeout=60)
         ring.dump(tmp_path / "second", "later")
         await system.stop()
 
@@ -198,7 +198,7 @@ def test_a_call_that_is_thrown_away_is_no_part_of_a_life(tmp_path: Path) -> None
     async def scenario(system: ActorSystem) -> None:
         counter = await system.spawn(Counter, name="counter")
         closing = await system.spawn(Closing, counter, name="closing")
-        assert (await closing.ask(Add(1), timeout=5)).value == 1
+        assert (await closing.ask(Add(1), timeout=60)).value == 1
 
     record(tmp_path, scenario)
     assert_identical(tmp_path)
@@ -213,8 +213,8 @@ class Closing(Actor):
 
     @on(Add)
     async def add(self, message: Add) -> Total:
-        self.to.ask(Add(100), timeout=5).close()
+        self.to.ask(Add(100), timeout=60).close()
         with pytest.raises(KeyError):
-            self.to.ask(Add(200), timeout=5).throw(KeyError())
-        total: Total = await self.to.ask(message, timeout=5)
+            self.to.ask(Add(200), timeout=60).throw(KeyError())
+        total: Total = await self.to.ask(message, timeout=60)
         return total

@@ -17,7 +17,7 @@ from zbmd.actors.hangs.loop_watch import asked_address
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded, PeerLost
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 Join = Callable[..., None]
 
 

@@ -16,7 +16,7 @@ from zbmd.actors.core.native._serving import LOOKS_PER_TURN, MESSAGES_PER_LOOK, 
 from zbmd.actors.hangs.loop_watch import LOOK_S
 from zbmd.actors.system import Actor, ActorSystem
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Work(Contract, id="fair.work"):

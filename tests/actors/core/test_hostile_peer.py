@@ -52,7 +52,7 @@ class Attached:
 
     async def still_works(self) -> None:
         echo = await self.system.spawn(Echo)
-        assert await echo.ask(Ping(3), reply=Ping, timeout=5) == Ping(3)
+        assert await echo.ask(Ping(3), reply=Ping, timeout=60) == Ping(3)
 
 
 @asynccontextmanager
@@ -89,11 +89,11 @@ async def test_an_answer_of_one_byte_is_nil_or_refused() -> None:
     async with attached() as made:
         asked: asyncio.Queue[bytes] = asyncio.Queue()
         made.enemy.on_frame = lambda header, payload: asked.put_nowait(bytes(payload))
-        first = asyncio.ensure_future(made.system.ref("enemy/a").ask(Ping(1), timeout=5))
+        first = asyncio.ensure_future(made.system.ref("enemy/a").ask(Ping(1), timeout=60))
         await asked.get()
         made.enemy.send(wire.encode(wire.Reply(1, msgspec.Raw(b"\xc0"))))
         assert await first is None
-        second = asyncio.ensure_future(made.system.ref("enemy/a").ask(Ping(1), timeout=5))
+        second = asyncio.ensure_future(made.system.ref("enemy/a").ask(Ping(1), timeout=60))
         await asked.get()
         made.enemy.send(wire.encode(wire.Reply(2, msgspec.Raw(b"\x05"))))
         with pytest.raises(RemoteProtocolError, match="not a contract"):

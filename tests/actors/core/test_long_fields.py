@@ -31,7 +31,7 @@ from zbmd.transport.memory.segment import Segment
 from zbmd.transport.shm import connect as shm
 
 MIB = 1 << 20
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 class Parcel(Contract, id="test.parcel"):

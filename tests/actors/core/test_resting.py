@@ -16,7 +16,7 @@ from zbmd.actors.core.ref import Reason, ReasonKind, Ref
 from zbmd.actors.errors import DeadActor
 from zbmd.actors.system import ActorSystem
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 FOR_LONG_S = 3600.0
 KILLED = Reason(ReasonKind.KILLED, "the test says so")
 

@@ -22,7 +22,7 @@ from zbmd.actors.errors import ActorFailed, DeadActor, InvalidMessage
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import DeadlineExceeded
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Take(Contract, id="short.take"):

@@ -126,10 +126,10 @@ async def test_a_name_is_one_actors_in_the_whole_view(trio: Trio) -> None:
         for number, name in enumerate(names):
             found = await system.whereis(name)
             assert found == refs[number % 3] and found is not None
-            await found.ask(Add(1), timeout=5)
+            await found.ask(Add(1), timeout=60)
             with pytest.raises(NameInUse):
                 await system.register(name, system.ref(refs[(number + 1) % 3].address))
-    assert await refs[0].ask(Add(0), timeout=5) == Total(24)
+    assert await refs[0].ask(Add(0), timeout=60) == Total(24)
     await trio[1].terminate(trio[1].ref(refs[0].address))
     for name in names[::3]:
         for system in trio:
@@ -182,7 +182,7 @@ async def test_a_name_stays_over_views_and_goes_with_its_process(trio: Trio, joi
     monitor = a.monitor((await a.whereis("name2")) or refs["rank0"])
     a.detach("rank2", "its node was lost")
     b.detach("rank2", "its node was lost")
-    down = await monitor.down(timeout=5)
+    down = await monitor.down(timeout=60)
     assert down.reason == Reason(ReasonKind.LOST, "peer rank2 lost: its node was lost")
     enter(2, a, b)
     again = ActorSystem("rank2", 9)
@@ -240,7 +240,7 @@ async def test_groups_are_the_same_everywhere_and_broadcasts_reach_all(trio: Tri
     assert groups[0].local_members == tuple(refs[:2])
     assert await groups[1].broadcast(Add(3)) == {}
     for ref in refs:
-        assert await b.ref(ref.address).ask(Add(0), timeout=5) == Total(3)
+        assert await b.ref(ref.address).ask(Add(0), timeout=60) == Total(3)
     await groups[2].leave(b.ref(refs[1].address))
     await a.terminate(refs[0])
     for group in groups:
@@ -313,7 +313,7 @@ async def test_an_actor_that_reads_no_news_is_killed(system: ActorSystem) -> Non
         if not watcher.is_alive:
             break
         await group.leave(other)
-    assert (await monitor.down(timeout=5)).reason.kind is ReasonKind.KILLED
+    assert (await monitor.down(timeout=60)).reason.kind is ReasonKind.KILLED
 
 
 # References.
@@ -323,11 +323,11 @@ async def test_a_reference_found_by_name_works_from_wherever_it_is_sent_to(trio:
     a, b, c = trio
     await a.register("sum", await a.spawn(Counter))
     front = c.ref((await b.spawn(Counter)).address)
-    await front.ask(Keep(await c.whereis("sum")), timeout=5)
-    assert await front.ask(Add(5), timeout=5) == Total(5)
+    await front.ask(Keep(await c.whereis("sum")), timeout=60)
+    assert await front.ask(Add(5), timeout=60) == Total(5)
     found = await a.whereis("sum")
     assert found is not None and found.process == "rank0"
-    assert await found.ask(Add(0), timeout=5) == Total(5)
+    assert await found.ask(Add(0), timeout=60) == Total(5)
 
 
 @pytest.mark.parametrize(

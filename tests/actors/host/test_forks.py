@@ -18,7 +18,7 @@ from zbmd.actors.process_pool.forks import Fork, Forks
 from zbmd.actors.system import ActorSystem
 from zbmd.transport.errors import LocalProtocolError
 
-SOON_S = 30.0
+SOON_S = 180.0
 READS = "import sys\nprint(sys.argv[1:], sys.stdin.readline(), flush=True)\nsys.stdin.read()\n"
 TELLS = "import os\nprint(os.environ['PYTHONPATH'], os.environ['MORE'], os.getcwd())\nraise SystemExit(3)\n"
 

@@ -27,7 +27,7 @@ from zbmd.actors.rank.member import join
 from zbmd.actors.view import OnLoss, Outcome, RankState
 from zbmd.transport.errors import LocalProtocolError
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 180.0
 
 RANKS = PROGRAMS / "actors/host_jobs.py"
 

@@ -16,7 +16,7 @@ from zbmd.actors.process.template import REQUEST_BYTES_MAX, Forked, ForkExited, 
 from zbmd.actors.process.template_client import TemplateClient, TemplateLost
 from zbmd.transport.errors import UserError
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 180.0
 
 
 class Template:

@@ -122,7 +122,7 @@ class Watcher(Actor):
             self.monitor(ref)
         monitor = self.system.monitor(child)
         down = await self.system.terminate(child, text="enough")
-        assert down == await monitor.down(timeout=5)
+        assert down == await monitor.down(timeout=60)
         self.lines.append(str(down.reason))
         return Report(list(self.lines))
 
@@ -153,7 +153,7 @@ class Watcher(Actor):
 async def until_told(watcher: Ref, beginning: str) -> None:
     lines = [""]
     while not any(line.startswith(beginning) for line in lines):
-        lines = (await watcher.ask(Add(1), timeout=5, reply=Report)).lines
+        lines = (await watcher.ask(Add(1), timeout=60, reply=Report)).lines
 
 
 # ---- the same again
@@ -162,11 +162,11 @@ async def until_told(watcher: Ref, beginning: str) -> None:
 async def counting(system: ActorSystem) -> None:
     counter = await system.spawn(Counter, 10, name="counter")
     for amount in (1, 2, 3):
-        await counter.ask(Add(amount), timeout=5)
+        await counter.ask(Add(amount), timeout=60)
     await counter.tell(Add(4))
-    thrown = await counter.ask(Throw(), timeout=5, reply=Thrown)
+    thrown = await counter.ask(Throw(), timeout=60, reply=Thrown)
     assert len(set(thrown.values)) == 3
-    assert await counter.ask(Add(0), timeout=5) == Total(20)
+    assert await counter.ask(Add(0), timeout=60) == Total(20)
 
 
 def test_a_life_is_replayed_identical(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_random_draws_and_clocks_differ_from_life_to_life(tmp_path: Path) -> Non
     async def scenario(system: ActorSystem) -> None:
         for name in ("a", "b"):
             ref = await system.spawn(Counter, name=name)
-            thrown.append(await ref.ask(Throw(), timeout=5, reply=Thrown))
-            thrown.append(await ref.ask(Throw(), timeout=5, reply=Thrown))
+            thrown.append(await ref.ask(Throw(), timeout=60, reply=Thrown))
+            thrown.append(await ref.ask(Throw(), timeout=60, reply=Thrown))
 
     record(tmp_path, scenario)
     assert_identical(tmp_path)
@@ -196,8 +196,8 @@ def test_random_draws_and_clocks_differ_from_life_to_life(tmp_path: Path) -> Non
 async def test_clocks_and_random_of_an_actor_that_is_not_recorded(system: ActorSystem) -> None:
     ref = await system.spawn(Counter)
     before_ns, wall_ns = time.monotonic_ns(), time.time_ns()
-    first = await ref.ask(Throw(), timeout=5, reply=Thrown)
-    second = await ref.ask(Throw(), timeout=5, reply=Thrown)
+    first = await ref.ask(Throw(), timeout=60, reply=Thrown)
+    second = await ref.ask(Throw(), timeout=60, reply=Thrown)
     assert len({*first.values, *second.values}) == 6
     assert before_ns <= first.clock_ns <= second.clock_ns <= time.monotonic_ns()
     assert wall_ns <= first.wall_ns <= time.time_ns()
@@ -209,7 +209,7 @@ def test_tasks_that_race_are_replayed_in_their_order(tmp_path: Path) -> None:
         fan = await system.spawn(Fan, journal, name="fan")
         counters = [await system.spawn(Counter, n) for n in range(6)]
         for amount in range(3):
-            await asyncio.gather(*(fan.ask(Many(counters, amount, 5), timeout=5) for _ in range(2)))
+            await asyncio.gather(*(fan.ask(Many(counters, amount, 5), timeout=60) for _ in range(2)))
 
     record(tmp_path, scenario)
     assert_identical(tmp_path)
@@ -219,10 +219,10 @@ def test_timers_timeouts_and_queues_between_tasks(tmp_path: Path) -> None:
     async def scenario(system: ActorSystem) -> None:
         journal = await system.spawn(Counter, name="journal")
         ticker = await system.spawn(Ticker, journal, every_s=0.002, name="ticker")
-        assert (await ticker.ask(Nap(0.02), timeout=5, reply=Total)).value > 100
-        await ticker.ask(Nap(0.005), timeout=5)
+        assert (await ticker.ask(Nap(0.02), timeout=60, reply=Total)).value > 100
+        await ticker.ask(Nap(0.005), timeout=60)
         await system.terminate(ticker)
-        await journal.ask(Add(0), timeout=5)
+        await journal.ask(Add(0), timeout=60)
 
     record(tmp_path, scenario)
     assert_identical(tmp_path)
@@ -234,14 +234,14 @@ def test_asks_that_time_out_and_actors_that_raise(tmp_path: Path) -> None:
         fan = await system.spawn(Fan, name="fan")
         slow = await system.spawn(Counter, name="slow")
         hanging = asyncio.create_task(slow.ask(Never(), timeout=0.2))
-        report = await fan.ask(Many([slow, slow], 1, 0.01), timeout=5, reply=Report)
+        report = await fan.ask(Many([slow, slow], 1, 0.01), timeout=60, reply=Report)
         assert sorted(report.lines) == ["0 DeadlineExceeded", "1 DeadlineExceeded"]
         with pytest.raises(DeadlineExceeded):
             await hanging
         system.exit(slow, Reason(ReasonKind.KILLED, "it hangs"))
         failing = await system.spawn(Counter, name="failing")
         with pytest.raises(ActorFailed, match="ValueError: boom"):
-            await failing.ask(Crash("boom"), timeout=5)
+            await failing.ask(Crash("boom"), timeout=60)
 
     record(tmp_path, scenario)
     assert_identical(tmp_path)
@@ -256,10 +256,10 @@ def test_each_life_under_a_supervisor_is_a_stream(tmp_path: Path) -> None:
         for _ in range(2):
             monitor = system.monitor(counter)
             with pytest.raises(ActorFailed):
-                await counter.ask(Crash("again"), timeout=5)
+                await counter.ask(Crash("again"), timeout=60)
             await monitor.down()
             await until(lambda: "counter" in [info.name for info in system.describe()])
-            assert await counter.ask(Add(1), timeout=5) == Total(8)
+            assert await counter.ask(Add(1), timeout=60) == Total(8)
 
     record(tmp_path, scenario)
     verdicts = assert_identical(tmp_path)
@@ -272,11 +272,11 @@ def test_monitors_links_spawns_and_signals(tmp_path: Path) -> None:
         journal = await system.spawn(Counter, name="journal")
         watcher = await system.spawn(Watcher, journal, name="watcher")
         victim = await system.spawn(Counter, name="victim")
-        await watcher.ask(Many([victim, system.ref("nobody")], 5, 1), timeout=5)
+        await watcher.ask(Many([victim, system.ref("nobody")], 5, 1), timeout=60)
         with pytest.raises(ActorFailed):
-            await victim.ask(Crash("x"), timeout=5)
+            await victim.ask(Crash("x"), timeout=60)
         await until_told(watcher, "down victim")
-        await watcher.ask(Add(-1), timeout=5)
+        await watcher.ask(Add(-1), timeout=60)
 
     record(tmp_path, scenario)
     verdicts = assert_identical(tmp_path)
@@ -290,8 +290,8 @@ def test_a_mailbox_that_is_full_makes_a_teller_wait(tmp_path: Path) -> None:
         small = await system.spawn(Counter, name="small", mailbox=MailboxSpec(capacity=1))
         fan = await system.spawn(Fan, small, name="fan")
         counters = [await system.spawn(Counter) for _ in range(5)]
-        napping = asyncio.create_task(small.ask(Nap(0.01), timeout=5))
-        await fan.ask(Many(counters, 1, 5), timeout=5)
+        napping = asyncio.create_task(small.ask(Nap(0.01), timeout=60))
+        await fan.ask(Many(counters, 1, 5), timeout=60)
         await napping
 
     record(tmp_path, scenario)
@@ -307,8 +307,8 @@ def test_actors_of_two_processes(tmp_path: Path, join: Callable[[ActorSystem, Ac
             watcher = await here.spawn(Watcher, from_here, name="watcher")
             fan = await here.spawn(Fan, here.ref("rank1/journal"), name="fan")
             counters = [here._bind(ref_data(await there.spawn(Counter, n))) for n in range(4)]
-            await fan.ask(Many([*counters, counters[0]], 1, 5), timeout=5)
-            await watcher.ask(Many(counters[:2], 3, 1), timeout=5)
+            await fan.ask(Many([*counters, counters[0]], 1, 5), timeout=60)
+            await watcher.ask(Many(counters[:2], 3, 1), timeout=60)
             await there.terminate(journal)
             await here.terminate(counters[0])
             await until_told(watcher, "undelivered counting.add/1 DeadActor")
@@ -347,13 +347,13 @@ def test_any_sequence_of_messages(
         for what, number, message in steps:
             match what:
                 case "ask":
-                    waiting.append(asyncio.create_task(refs[number].ask(message, timeout=5)))
+                    waiting.append(asyncio.create_task(refs[number].ask(message, timeout=60)))
                 case "tell":
                     waiting.append(asyncio.create_task(refs[number].tell(message)))
                 case "fan":
-                    waiting.append(asyncio.create_task(fan.ask(Many(refs, number, 0.005), timeout=5)))
+                    waiting.append(asyncio.create_task(fan.ask(Many(refs, number, 0.005), timeout=60)))
                 case _:
-                    waiting.append(asyncio.create_task(ticker.ask(Nap(0.001), timeout=5)))
+                    waiting.append(asyncio.create_task(ticker.ask(Nap(0.001), timeout=60)))
         await asyncio.gather(*waiting, return_exceptions=True)
 
     directory = tmp_path_factory.mktemp("capture")
@@ -409,8 +409,8 @@ def test_every_end_of_a_life(tmp_path: Path, how: str) -> None:
         (spawned,) = await asyncio.gather(spawning, return_exceptions=True)
         if isinstance(spawned, Ref):
             Doomed.stopping_s = 0.001 if how == "slow stop" else STOPPING_S
-            await asyncio.gather(spawned.ask(Add(1), timeout=5), return_exceptions=True)
-            await system.terminate(spawned, timeout=5)
+            await asyncio.gather(spawned.ask(Add(1), timeout=60), return_exceptions=True)
+            await system.terminate(spawned, timeout=60)
 
     record(tmp_path, scenario)
     if how == "constructor":
@@ -428,7 +428,7 @@ class Cancelling(Actor):
 
         async def one(ref: Ref) -> None:
             try:
-                lines.append(str((await ref.ask(Add(1), timeout=5, reply=Total)).value))
+                lines.append(str((await ref.ask(Add(1), timeout=60, reply=Total)).value))
             finally:
                 lines.append("done")
 
@@ -445,7 +445,7 @@ class Cancelling(Actor):
         lines.append(" ".join(type(outcome).__name__ for outcome in done))
         try:
             async with asyncio.timeout(message.timeout):
-                await hanging.ask(Never(), timeout=5)
+                await hanging.ask(Never(), timeout=60)
         except TimeoutError:
             lines.append("too late")
         async with asyncio.TaskGroup() as group:
@@ -459,7 +459,7 @@ def test_cancelled_tasks(tmp_path: Path, amount: int) -> None:
     async def scenario(system: ActorSystem) -> None:
         cancelling = await system.spawn(Cancelling, name="cancelling")
         counters = [await system.spawn(Counter, n) for n in range(3)]
-        report = await cancelling.ask(Many(counters, amount, 0.001), timeout=5, reply=Report)
+        report = await cancelling.ask(Many(counters, amount, 0.001), timeout=60, reply=Report)
         assert "too late" in report.lines
         system.exit(counters[2], Reason(ReasonKind.KILLED, "it hangs"))
 

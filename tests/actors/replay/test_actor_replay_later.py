@@ -128,9 +128,9 @@ class Store(Actor):
 def test_timers_and_what_is_put_aside(tmp_path: Path, run: object) -> None:
     async def scenario(system: ActorSystem) -> None:
         ref = await system.spawn(Store, 3, name="store")
-        asks = [asyncio.create_task(ref.ask(Note(number), timeout=5, reply=Item)) for number in range(6)]
+        asks = [asyncio.create_task(ref.ask(Note(number), timeout=60, reply=Item)) for number in range(6)]
         assert {(await ask).number for ask in asks} >= {-1}
-        assert (await ref.ask(Note(10), timeout=5, reply=Item)).number >= 10
+        assert (await ref.ask(Note(10), timeout=60, reply=Item)).number >= 10
 
     record(tmp_path, scenario, run)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
     assert_identical(tmp_path)
@@ -142,7 +142,7 @@ def test_timers_and_what_is_put_aside(tmp_path: Path, run: object) -> None:
 def test_answers_that_come_later(tmp_path: Path, run: object) -> None:
     async def scenario(system: ActorSystem) -> None:
         ref = await system.spawn(Store, 1, name="store")
-        asks = [asyncio.create_task(ref.ask(Take(), timeout=5)) for _ in range(3)]
+        asks = [asyncio.create_task(ref.ask(Take(), timeout=60)) for _ in range(3)]
         answers = await asyncio.gather(*asks, return_exceptions=True)
         assert [type(a) for a in answers] == [NoReply, StashFull, Item]
 
@@ -155,9 +155,9 @@ def test_casts_and_those_they_miss(tmp_path: Path) -> None:
         store = await system.spawn(Store, 0, name="store")
         others = [await system.spawn(Store, 0) for _ in range(3)]
         await system.terminate(others[1])
-        missed = await store.ask(Fan([*others, system.ref("rank7/x")], 5), timeout=5)
+        missed = await store.ask(Fan([*others, system.ref("rank7/x")], 5), timeout=60)
         assert missed == Item(2)
-        assert (await others[0].ask(Note(1), timeout=5, reply=Item)).number in (5, 6)
+        assert (await others[0].ask(Note(1), timeout=60, reply=Item)).number in (5, 6)
 
     record(tmp_path, scenario)
     assert_identical(tmp_path)
@@ -171,8 +171,8 @@ def test_asks_that_are_withdrawn(tmp_path: Path, run: object) -> None:
         last = await system.spawn(Store, 0, name="last")
         stores = [system.find(name, 0) for name in ("first", "last")]
         for ask, ref in ((Never(), first), (Chain(last), first), (Chain(last), first)):
-            asking = asyncio.create_task(ref.ask(ask, timeout=5))
-            waits = asyncio.create_task(ref.ask(Note(1), timeout=5))
+            asking = asyncio.create_task(ref.ask(ask, timeout=60))
+            waits = asyncio.create_task(ref.ask(Note(1), timeout=60))
             end = stores[1 if isinstance(ask, Chain) else 0]
             assert end is not None
             current = end
@@ -181,7 +181,7 @@ def test_asks_that_are_withdrawn(tmp_path: Path, run: object) -> None:
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError, ActorError):
                 await asking
-            await ref.ask(Note(2), timeout=5)
+            await ref.ask(Note(2), timeout=60)
         broken_off = [store.actor for store in stores if store is not None]
         assert [b.broken_off for b in broken_off if isinstance(b, Store)] == [21, 2]
 

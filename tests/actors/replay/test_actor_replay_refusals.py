@@ -79,11 +79,11 @@ class Callbacks(Actor):
 async def counting(system: ActorSystem) -> None:
     counter = await system.spawn(Counter, 10, name="counter")
     for amount in (1, 2, 3):
-        await counter.ask(Add(amount), timeout=5)
+        await counter.ask(Add(amount), timeout=60)
     await counter.tell(Add(4))
-    thrown = await counter.ask(Throw(), timeout=5, reply=Thrown)
+    thrown = await counter.ask(Throw(), timeout=60, reply=Thrown)
     assert len(set(thrown.values)) == 3
-    assert await counter.ask(Add(0), timeout=5) == Total(20)
+    assert await counter.ask(Add(0), timeout=60) == Total(20)
 
 
 # ---- not the same
@@ -116,7 +116,7 @@ def test_a_changed_order_of_calls_diverges(tmp_path: Path, monkeypatch: pytest.M
     async def scenario(system: ActorSystem) -> None:
         counter = await system.spawn(Counter, name="counter")
         relay = await system.spawn(Relay, counter, name="relay")
-        await relay.ask(Add(1), timeout=5)
+        await relay.ask(Add(1), timeout=60)
 
     record(tmp_path, scenario)
 
@@ -135,7 +135,7 @@ def test_a_changed_order_of_calls_diverges(tmp_path: Path, monkeypatch: pytest.M
 def test_a_longer_sleep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(system: ActorSystem) -> None:
         counter = await system.spawn(Counter, name="counter")
-        await counter.ask(Nap(0.001), timeout=5)
+        await counter.ask(Nap(0.001), timeout=60)
 
     record(tmp_path, scenario)
 
@@ -155,7 +155,7 @@ def test_a_longer_sleep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_not_recorded_is_suspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def scenario(system: ActorSystem) -> None:
         impure = await system.spawn(Impure, name="impure")
-        await impure.ask(Throw(), timeout=5)
+        await impure.ask(Throw(), timeout=60)
 
     record(tmp_path, scenario)
     verdict = diverged(tmp_path, "impure#1")
@@ -170,7 +170,7 @@ def test_what_is_not_recorded_is_suspected(tmp_path: Path, capsys: pytest.Captur
 def test_waiting_for_the_world_outside_is_named(tmp_path: Path) -> None:
     async def scenario(system: ActorSystem) -> None:
         outward = await system.spawn(Outward, name="outward")
-        asking = asyncio.create_task(outward.ask(Never(), timeout=5))
+        asking = asyncio.create_task(outward.ask(Never(), timeout=60))
         await until(lambda: bool(Outward.gates))
         Outward.gates.pop().set_result(None)
         await asking
@@ -195,7 +195,7 @@ def test_a_life_that_is_lost_track_of(tmp_path: Path) -> None:
         callbacks = await system.spawn(Callbacks, name="callbacks")
         monitor = system.monitor(callbacks)
         await callbacks.tell(Add(1))
-        assert (await monitor.down(timeout=5)).reason.text == "from a callback"
+        assert (await monitor.down(timeout=60)).reason.text == "from a callback"
 
     record(tmp_path, scenario)
     before, after = capture.replay_log(tmp_path)
@@ -211,7 +211,7 @@ def test_a_life_that_can_only_be_shown(tmp_path: Path) -> None:
     async def scenario(system: ActorSystem) -> None:
         await system.spawn(Local, name="local")
         await system.spawn(Counter, object(), name="given")
-        await system.ref("local").ask(Add(1), timeout=5)
+        await system.ref("local").ask(Add(1), timeout=60)
 
     record(tmp_path, scenario)
     assert "is local to a function" in incomplete(tmp_path, "local#1")
@@ -259,7 +259,7 @@ def test_a_damaged_log_is_replayed_up_to_the_damage(tmp_path: Path) -> None:
         counter = await system.spawn(Counter, name="counter")
         for amount in range(20_000):
             await counter.tell(Add(amount))
-        await counter.ask(Add(0), timeout=5)
+        await counter.ask(Add(0), timeout=60)
 
     record(tmp_path, scenario)
     (segment,) = tmp_path.glob("*/*.zlog")

@@ -95,7 +95,7 @@ class Nodes:
                 if system is not None
             )
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not ready():  # noqa: ASYNC110 (several things of several nodes)
                 await asyncio.sleep(0)
         return [system for node_id in ids if (system := self.actors[node_id].system) is not None]
@@ -164,14 +164,14 @@ async def test_a_node_that_is_lost_is_told_of_once_and_its_actors_end(nodes: Nod
     await until(lambda: not three.describe())
     assert await two.whereis("there") is None
     with pytest.raises(PeerLost):
-        await there.ask(Add(1), timeout=5)
+        await there.ask(Add(1), timeout=60)
     nodes.cluster.nodes[3].again(nodes.cluster.nodes[1])
     _, _, again = await nodes.linked(1, 2, 3)
     assert again.incarnation == 2
     fresh = await again.spawn(Counter, name="there")
     await two.register("there", two.ref(fresh.address))
     assert await one.whereis("there") == fresh
-    await watcher.ref.ask(Add(0), timeout=5)
+    await watcher.ref.ask(Add(0), timeout=60)
     assert sorted(type(end).__name__ for end in watcher.heard) == ["Down", "Exited"], "each once"
     assert sorted(nodes.started) == ["node1#1", "node2#1", "node3#1", "node3#2"]
 
@@ -199,7 +199,7 @@ async def test_a_start_that_fails_is_told(nodes: Nodes) -> None:
     actors = NodeActors(node, cookie=COOKIE, start=fail)
     node.start(nodes.cluster.nodes[1])
     with pytest.raises(ValueError, match="nothing to start"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await actors.failed()
     await actors.close()
 
@@ -229,7 +229,7 @@ async def test_a_script_is_found_by_all_and_again_once_its_link_is_back(nodes: N
         systems[1].dismiss(script.name, script.incarnation, "cut")
         down = await monitor.down(timeout=20)
         assert down.reason.kind is ReasonKind.LOST, "its node says that it is gone, though its link stands"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (await heard(systems[2], address)) is None:
                 pass
     finally:

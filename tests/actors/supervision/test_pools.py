@@ -20,7 +20,7 @@ from zbmd.actors.core.actor_base import handler_table
 from zbmd.actors.errors import ActorFailed, ContractError
 from zbmd.actors.system import ActorSystem
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 class Hold(Contract, id="pools.hold"):

@@ -74,14 +74,14 @@ def fresh_journal() -> None:
 
 
 async def until(journal: list[str]) -> None:
-    async with asyncio.timeout(5), Worker.changed:
+    async with asyncio.timeout(120), Worker.changed:
         await Worker.changed.wait_for(lambda: len(Worker.journal) >= len(journal))
     assert Worker.journal == journal
 
 
 async def crash(ref: Ref) -> None:
     with pytest.raises(ActorFailed):
-        await ref.ask(Fail(), timeout=5)
+        await ref.ask(Fail(), timeout=60)
 
 
 def specs(names: str, **kwargs: Any) -> list[ChildSpec]:
@@ -91,12 +91,12 @@ def specs(names: str, **kwargs: Any) -> list[ChildSpec]:
 async def test_a_restarted_actor_keeps_its_name_and_has_a_new_incarnation(system: ActorSystem) -> None:
     await system.supervise(specs("ab"), name="sup")
     ref = system.ref("a")
-    before = await ref.ask(Who(), timeout=5, reply=Life)
+    before = await ref.ask(Who(), timeout=60, reply=Life)
     await crash(ref)
     await until(["+a", "+b", "xa", "+a"])
-    after = await ref.ask(Who(), timeout=5, reply=Life)
+    after = await ref.ask(Who(), timeout=60, reply=Life)
     assert after.incarnation > before.incarnation
-    listed = await system.ref("sup").ask(WhichChildren(), timeout=5, reply=Children)
+    listed = await system.ref("sup").ask(WhichChildren(), timeout=60, reply=Children)
     assert listed.children == [("a", "running", 2), ("b", "running", 1)]
 
 
@@ -144,7 +144,7 @@ async def test_a_child_that_ends_normally_before_its_start_was_noticed(system: A
     child = ChildSpec(name="a", actor=Brief, restart=Restart.TRANSIENT)
     sup = await system.supervise([child, *specs("b")])
     await until(["+a", "-a", "+b"])
-    listed = await sup.ask(WhichChildren(), timeout=5, reply=Children)
+    listed = await sup.ask(WhichChildren(), timeout=60, reply=Children)
     assert listed.children == [("a", "down", 1), ("b", "running", 1)]
 
 
@@ -159,7 +159,7 @@ async def test_too_many_restarts_escalate_through_the_tree(system: ActorSystem) 
     await crash(system.ref("a"))
     await until(["+z", "+a", "+b", "xa", "+a", "xa", "-b", "+a", "+b", "xa", "+a"])
     await crash(system.ref("a"))  # inner gives up again, and so does top
-    down = await monitor.down(timeout=5)
+    down = await monitor.down(timeout=60)
     assert down.reason.kind is ReasonKind.FAILED
     assert "more than 1 restarts within 60 s" in down.reason.text and "inner" in down.reason.text
     assert Worker.journal[-3:] == ["xa", "-b", "-z"]
@@ -227,7 +227,7 @@ async def test_a_significant_child_ends_its_supervisor(
     await crash(system.ref("b"))
     await until(["+a", "+b", "+c", "xb", "+b"])
     await system.ref("b").tell(Leave())
-    down = await monitor.down(timeout=5)
+    down = await monitor.down(timeout=60)
     assert down.reason.kind is ReasonKind.SHUTDOWN and "any_significant" in down.reason.text
     await until(["+a", "+b", "+c", "xb", "+b", "-b", "-c", *follows])
 
@@ -235,7 +235,7 @@ async def test_a_significant_child_ends_its_supervisor(
 async def test_a_significant_child_that_ends_before_all_are_up(system: ActorSystem) -> None:
     child = ChildSpec(name="a", actor=Brief, restart=Restart.TRANSIENT, significant=True)
     sup = await system.supervise([child, *specs("b")], auto_shutdown=AutoShutdown.ALL_SIGNIFICANT)
-    down = await system.monitor(sup).down(timeout=5)
+    down = await system.monitor(sup).down(timeout=60)
     assert down.reason.kind in (ReasonKind.SHUTDOWN, ReasonKind.NO_ACTOR)
     assert system.describe() == []
 
@@ -252,7 +252,7 @@ async def test_a_killed_supervisor_takes_its_children_along(system: ActorSystem)
     monitors = [system.monitor(system.ref(n)) for n in "abc"]
     system.exit(sup, Reason(ReasonKind.KILLED, "test"))
     for monitor in monitors:
-        assert (await monitor.down(timeout=5)).reason.kind is ReasonKind.KILLED
+        assert (await monitor.down(timeout=60)).reason.kind is ReasonKind.KILLED
     assert system.describe() == []
     assert Worker.journal == ["+a", "+b", "+c"]
 

@@ -32,7 +32,7 @@ from zbmd.actors.supervision.supervisor import (
 from zbmd.actors.system import ActorSystem
 
 Pair = tuple[ActorSystem, ActorSystem]
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Say(Contract, id="dynamic.say"):

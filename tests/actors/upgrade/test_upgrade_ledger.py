@@ -193,7 +193,7 @@ async def test_what_lives_and_what_is_spawned_adopts_a_change(system: ActorSyste
     adopt(system, name, f"{name}2")
     adopt(system, name, f"{name}2")
     for ref in (before, await system.spawn(Speaker), await system.spawn_on(system.name, name)):
-        assert await ref.ask(Version(), reply=Runs, timeout=5) == Runs(2)
+        assert await ref.ask(Version(), reply=Runs, timeout=60) == Runs(2)
 
 
 class Speaker3(Speaker2, remote=True, version=3):
@@ -202,7 +202,7 @@ class Speaker3(Speaker2, remote=True, version=3):
 
 async def test_an_actor_that_is_busy_becomes_the_last_of_several_versions(system: ActorSystem) -> None:
     ref, name = await system.spawn(Speaker), f"{__name__}:Speaker"
-    asked = asyncio.ensure_future(ref.ask(Version(), reply=Runs, timeout=5))
+    asked = asyncio.ensure_future(ref.ask(Version(), reply=Runs, timeout=60))
     await asyncio.sleep(0)  # its message waits
     for old, new in ((name, f"{name}2"), (f"{name}2", f"{name}3")):
         adopt(system, old, new)

@@ -23,7 +23,7 @@ from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock
 from zbmd.transport.errors import RemoteProtocolError
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Poke(Contract, id="upgrade_replay.poke"):

@@ -19,7 +19,7 @@ from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss, Outcome
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 LINES_MAX = 60
 
 

@@ -45,7 +45,7 @@ async def test_a_timeout_is_a_bounded_number_of_seconds(timeout: float) -> None:
         group = await zbmd.group(worker)
         with pytest.raises(UserError, match="timeout"):
             await group.barrier(timeout=timeout)
-        await group.all_reduce(np.ones(3), timeout=5)
+        await group.all_reduce(np.ones(3), timeout=60)
         await group.close()
 
 

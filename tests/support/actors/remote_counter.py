@@ -12,7 +12,7 @@ from zbmd.actors.core.ref import Ref
 from zbmd.transport.identity import Identity
 from zbmd.transport.shm.connect import Endpoint
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 class Add(Contract, id="remote.add"):

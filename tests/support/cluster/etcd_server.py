@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 STARTS_MAX = 3
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 STEP_S = 0.05
 PORT_MIN = 12_000
 

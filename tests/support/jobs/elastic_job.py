@@ -18,7 +18,7 @@ from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport, RunResult
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import OnLoss
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 LINES_MAX = 60
 PRELOAD = ("zbmd.collectives.elastic.group",)
 

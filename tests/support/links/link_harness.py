@@ -37,7 +37,7 @@ SMALL = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 14, queue_frames_max
 COOKIE = b"a cookie of the tests, 32 bytes "
 JOB = 7
 INCARNATION = 3
-GUARD_S = 20.0  # a scenario that has not ended by then hangs
+GUARD_S = 120.0  # a scenario that has not ended by then hangs
 
 Fork = Callable[[Callable[[], None]], int]
 Run = Callable[[Coroutine[None, None, None]], None]

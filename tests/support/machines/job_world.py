@@ -25,7 +25,7 @@ from zbmd.transport.clock.hlc import HybridClock
 
 EventT = TypeVar("EventT", bound=HostEvent)
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 JOB = 11
 
 

@@ -76,7 +76,7 @@ async def seated(
 async def test_a_call_that_fails_is_done_again_by_the_next_life(system: ActorSystem) -> None:
     slot = await seated(system, [ValueError("again"), ValueError("once")])
     assert await asyncio.to_thread(slot.call, Worker.work) == 3
-    told = await system.ref("here/worker").ask(DescribeSlot(), reply=SlotDescription, timeout=5)
+    told = await system.ref("here/worker").ask(DescribeSlot(), reply=SlotDescription, timeout=60)
     assert (told.kind, told.incarnation, told.failures) == ("Worker", 3, 2)
     assert told.last_failure == "ValueError: again"
     assert await asyncio.to_thread(slot.call, Worker.work) == 3, "what did not fail lives on"
@@ -95,7 +95,7 @@ async def test_when_the_supervisor_gives_up_the_callers_are_told(system: ActorSy
     ):
         await asyncio.to_thread(slot.call, Worker.work)
     with pytest.raises(RestartsExhausted):
-        await slot.ask(Take(), reply=Taken, timeout=5)
+        await slot.ask(Take(), reply=Taken, timeout=60)
 
 
 async def test_what_is_an_answer_ends_nobody(system: ActorSystem) -> None:

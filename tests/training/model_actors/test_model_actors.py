@@ -231,14 +231,14 @@ async def test_state_outlives_the_actor_that_holds_it(system: ActorSystem, recip
     first = actors.tensors.actor
     assert first is not None
     system.exit(first.ref, Reason(ReasonKind.KILLED, "a test"))
-    version, gain = await read_tensor(actors.tensors, "blocks.0.attn.norm.weight", timeout=5)
+    version, gain = await read_tensor(actors.tensors, "blocks.0.attn.norm.weight", timeout=60)
     assert actors.tensors.actor is not first
     assert version == 7 and gain.tolist() == [0.5] * recipe.model.config.width
     with pytest.raises(UserError, match="unknown parameter 'nobody'"):
-        await read_tensor(actors.tensors, "nobody", timeout=5)
+        await read_tensor(actors.tensors, "nobody", timeout=60)
     root = actors.root
     assert root is not None
-    told = await root.ask(WhichChildren(), reply=Children, timeout=5)
+    told = await root.ask(WhichChildren(), reply=Children, timeout=60)
     assert [name for name, _, _ in told.children] == [
         "model.tensors",
         "model.optimizer",

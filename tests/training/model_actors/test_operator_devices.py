@@ -80,7 +80,7 @@ async def test_a_fault_moves_all_who_compute_there(system: ActorSystem, recipe: 
     assert broken.failures == 1, "nobody tries it again"
     assert sick.failures == 0, "nobody goes where the check has found something"
     for name in ("linear", "embedding", "cross_entropy"):
-        told = await system.ref(f"here/model.{name}").ask(DescribeSlot(), reply=SlotDescription, timeout=5)
+        told = await system.ref(f"here/model.{name}").ask(DescribeSlot(), reply=SlotDescription, timeout=60)
         assert (told.kind, told.place, told.moves, told.incarnation) == ("OperatorActor", "cpu:2", 1, 2)
     assert made.actors.moves == len(made.actors.places)
 

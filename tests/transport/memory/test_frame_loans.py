@@ -33,7 +33,7 @@ Fork = Callable[[Callable[[], None]], int]
 ARENA_BYTES = 16 << 20
 LARGE = BLOCK_BYTES_MIN
 RECORD = struct.Struct("<QI")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 180.0
 
 
 _segments: list[Segment] = []

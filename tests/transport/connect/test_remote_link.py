@@ -24,7 +24,9 @@ from zbmd.transport.rdma.setup import (
 from zbmd.transport.tcp import connect as tcp
 from zbmd.transport.tcp.link import TcpLink
 
-MS = 1_000_000
+PATIENCE_NS = 60_000_000_000
+SILENT_NS = 1_000_000_000
+"""A peer that says nothing is closed by then, and one on a busy machine has said all."""
 AT = QueuePairAt(gid=bytes(16), lid=0, number=17, first_psn=1, mtu=3)
 OFFER = RdmaOffer(AT, MemoryAt(at=AT, base=0, nbytes=0, arena_offset=0, inbox_key=0, arena_key=0))
 HERE = NoRdma(why="here has no RDMA device")
@@ -41,13 +43,13 @@ class Door:
         self.links: asyncio.Queue[tuple[RemoteLink, str]] = asyncio.Queue()
         self.listener: remote_link.RemoteListener | None = None
 
-    async def open(self) -> None:
+    async def open(self, timeout_ns: int) -> None:
         self.listener = await remote_link.listen(
             "127.0.0.1:0",
             lambda *made: self.links.put_nowait(made),
             endpoint("there"),
             NoRdma(why="there has no RDMA device"),
-            timeout_ns=500 * MS,
+            timeout_ns=timeout_ns,
             plain=is_guest,
         )
 
@@ -62,9 +64,9 @@ def is_guest(peer: PeerInfo) -> bool:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
+async def door(request: pytest.FixtureRequest) -> AsyncIterator[Door]:
     made = Door()
-    await made.open()
+    await made.open(getattr(request, "param", PATIENCE_NS))
     yield made
     assert made.listener is not None
     made.listener.close()
@@ -108,7 +110,11 @@ async def test_guests_say_nothing_first(door: Door) -> None:
     await frames_go_over(link, other)
 
 
-@pytest.mark.parametrize("first", [b"", b"\x00" * 100, encode_setup(RdmaReady()), None])
+@pytest.mark.parametrize(
+    ("door", "first"),
+    [(PATIENCE_NS, said) for said in (b"", b"\x00" * 100, encode_setup(RdmaReady()))] + [(SILENT_NS, None)],
+    indirect=["door"],
+)
 async def test_who_says_something_else_or_nothing_is_closed_alone(door: Door, first: bytes | None) -> None:
     link = await tcp.dial(door.address, endpoint("here"))
     ear = Ear(link)

@@ -331,7 +331,7 @@ async def test_a_peer_that_ends_after_its_hello(address: str) -> None:
 
 
 async def test_a_peer_that_hangs_after_its_hello(address: str) -> None:
-    async with listening(address, timeout_ns=50_000_000) as (_, links):
+    async with listening(address, timeout_ns=SECONDS) as (_, links):  # enough for its hello
         with capture_logs() as logs:
             await end_of(await after_hello(address))
         assert [entry["kind"] for entry in logs] == ["DeadlineExceeded"]

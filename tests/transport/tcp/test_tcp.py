@@ -31,6 +31,9 @@ from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address, s
 from zbmd.transport.tcp.link import TcpLink
 from zbmd.transport.tcp.sockets import connect, listen_on, resolve
 
+SHORT_NS = 100_000_000
+"""A recovery budget by which little silence is a loss."""
+PATIENCE_NS = 60_000_000_000
 ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 
 
@@ -248,7 +251,7 @@ async def test_a_reader_may_pause_for_longer_than_a_dead_host_is_waited_for() ->
     server = await Server.start()
     links: asyncio.Queue[TcpLink] = asyncio.Queue()
     quick = await tcp.listen("127.0.0.1:0", links.put_nowait, endpoint("c"))
-    ours = await tcp.dial(quick.address, endpoint(budget_ns=100_000_000))
+    ours = await tcp.dial(quick.address, endpoint(budget_ns=SHORT_NS), timeout_ns=PATIENCE_NS)
     theirs = await links.get()
     sent = await fill(ours, bytes(4000))
     checks: list[Progress] = []
@@ -297,7 +300,7 @@ async def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = Progress(unacknowledged=1, unanswered_probes=0, quiet_ms=1 << 20)
     monkeypatch.setattr("zbmd.transport.tcp.link.read_progress", lambda sock: dead)
     server = await Server.start()
-    ours = await tcp.dial(server.listener.address, endpoint(budget_ns=100_000_000))
+    ours = await tcp.dial(server.listener.address, endpoint(budget_ns=SHORT_NS), timeout_ns=PATIENCE_NS)
     theirs = await server.links.get()
     ours.send(b"?")
     ear = Ear(ours)

@@ -24,7 +24,7 @@ from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos import loop_case
 from zbmd.tools.chaos.loop_case import LoopCase, run_loop
-from zbmd.tools.chaos.small_job import JobOutcome, run_small_job
+from zbmd.tools.chaos.small_job import JobOutcome, run_recipe, run_small_job
 from zbmd.tools.cli.process import run as run_command
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import ZbmdError
@@ -49,7 +49,15 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     variables: dict[str, str] = {}
 
 
-Case = JobCase | LoopCase
+class RecipeCase(msgspec.Struct, frozen=True, kw_only=True, tag="recipe"):
+    """A run of `zbmd train` on ranks. recipe: its options, as `TrainOptions.encode` gives them."""
+
+    recipe: str
+    ranks: int
+    variables: dict[str, str] = {}
+
+
+Case = JobCase | LoopCase | RecipeCase
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +119,8 @@ def _run(case: Case) -> CaseResult:
     try:
         if isinstance(case, LoopCase):
             return CaseResult(outcome=uvloop.run(run_loop(case, template)))
+        if isinstance(case, RecipeCase):
+            return CaseResult(outcome=uvloop.run(run_recipe(case.recipe, case.ranks, template)))
         job = run_small_job(
             case.out,
             case.data,

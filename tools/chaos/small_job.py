@@ -131,6 +131,24 @@ async def run_small_job(
     return JobOutcome(digest=digests[-1], failures=failures_of(ended.failures), told=told)
 
 
+async def run_recipe(recipe: str, ranks: int, template: EarlyTemplate | None = None) -> JobOutcome:
+    """Run `zbmd train` with encoded options to its end. Raises `UserError` if it fails."""
+    output = RanksOutput()
+    config = HostConfig(
+        target="zbmd.training.sharded",
+        is_module=True,
+        arguments=(recipe,),
+        world_size=ranks,
+        preload=(JOB_MODULE,),
+    )
+    ended = await ended_within(Host(config, output=output, observer=output, template=template), RUN_S_MAX)
+    told = "\n".join(output.lines)
+    if ended.exit_code != 0:
+        raise UserError(f"the run failed: {ended.reason}\n{told}")
+    digest = next((one["weights_sha256"] for one in output.reports if one.get("kind") == "result"), "")
+    return JobOutcome(digest=digest, failures=failures_of(ended.failures), told=told)
+
+
 async def ended_within(host: Host, limit_s: float) -> RunResult:
     """Run a host; one that takes longer hangs, and is killed."""
     stop = f"the run hung: it was not over after {limit_s} s"

@@ -9,8 +9,9 @@ from pathlib import Path
 from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
 from zbmd.actors.view import OnLoss
-from zbmd.tools.chaos.job_worker import JobCase, Worker
+from zbmd.tools.chaos.job_worker import Case, JobCase, RecipeCase, Worker
 from zbmd.tools.chaos.small_job import RANKS_DEFAULT, JobOutcome, variables_for
+from zbmd.tools.train.command import recipe_of
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import UserError
 
@@ -66,6 +67,13 @@ class SmallJobs:
             optimizer=optimizer,
             variables={**captured, **kept},
         )
+        return self._outcome(case)
+
+    def train(self, words: Sequence[str], *, ranks: int) -> JobOutcome:
+        """Run `zbmd train` with these options on so many ranks. Raises `UserError` if it fails."""
+        return self._outcome(RecipeCase(recipe=recipe_of(words, ranks=ranks).encode(), ranks=ranks))
+
+    def _outcome(self, case: Case) -> JobOutcome:
         ended = self._worker.run(case)
         if ended.outcome is None:
             raise UserError(ended.error)

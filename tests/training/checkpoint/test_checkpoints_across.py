@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 from support.jobs.by_words import plain_by, train_by
-from support.processes.kept_lines import Lines
+from support.jobs.small_jobs import SmallJobs
 
-from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.entry import zbmd as cli
-from zbmd.tools.train.command import recipe_of
 from zbmd.training.checkpoint.index import KEEP_DEFAULT
 from zbmd.training.checkpoint.sharded import checkpoint_in, load_trained
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
@@ -27,8 +25,15 @@ SHAPE = {
 ZERO_STAGES, MESHES = ("1", "3", "2"), (("pp=2", 2), ("dp=2", 2), ("dp=2,pp=2", 4))
 
 
-async def go_on(
-    kind: str, number: int, out: Path, resume: Path | None, *, storage: str, **given: str
+def go_on(
+    small_jobs: SmallJobs,
+    kind: str,
+    number: int,
+    out: Path,
+    resume: Path | None,
+    *,
+    storage: str,
+    **given: str,
 ) -> None:
     """Train up to step `number`: P (plain), J (replicas), Z (ZeRO), H (hybrid), M (a mesh), X (both)."""
     shared = {**SHAPE, "steps": str(number), "out": str(out), **given}
@@ -45,16 +50,7 @@ async def go_on(
     flags += ["--mesh", given.get("mesh", mesh)]
     if kind in "ZXH":
         flags += ["--zero", ZERO_STAGES[number % len(ZERO_STAGES)]]
-    output = Lines()
-    config = HostConfig(
-        target="zbmd.training.sharded",
-        is_module=True,
-        arguments=(recipe_of(flags, ranks=ranks).encode(),),
-        world_size=ranks,
-        preload=("zbmd.training.sharded.run",),
-    )
-    ended = await Host(config, output=output).run()
-    assert ended.exit_code == 0, (kind, number, output.lines)
+    assert small_jobs.train(flags, ranks=ranks).deaths == 0
 
 
 def digest(path: Path) -> str:
@@ -68,58 +64,60 @@ def digest(path: Path) -> str:
     [("float32", "PJPZPMJZJMZMPXJXZXMXP"), ("float16", "PZPMZMPXZXMXP")],
     ids=["float32", "float16"],
 )
-async def test_each_goes_on_from_each(storage: str, kinds: str, tmp_path: Path) -> None:
+def test_each_goes_on_from_each(small_jobs: SmallJobs, storage: str, kinds: str, tmp_path: Path) -> None:
     """A step by each in turn, so that each ordered pair of kinds is there once."""
     data, before = str(write_text(tmp_path / "text")), None
     pairs = set(itertools.pairwise(kinds))
     assert len(pairs) == len(kinds) - 1 == len(set(kinds)) * (len(set(kinds)) - 1)
-    await go_on("P", len(kinds), tmp_path / "whole", None, storage=storage, data=data)
+    go_on(small_jobs, "P", len(kinds), tmp_path / "whole", None, storage=storage, data=data)
     for number, kind in enumerate(kinds, 1):
         out = tmp_path / f"{number}{kind}"
-        await go_on(kind, number, out, before, storage=storage, data=data)
+        go_on(small_jobs, kind, number, out, before, storage=storage, data=data)
         before = out
     assert before is not None and digest(before) == digest(tmp_path / "whole")
 
 
-async def test_hybrid_shards_go_on_from_others_and_they_from_them(tmp_path: Path) -> None:
+def test_hybrid_shards_go_on_from_others_and_they_from_them(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data, before = str(write_text(tmp_path / "text")), None
     given = {"offload": str(tmp_path)}
-    await go_on("P", 6, tmp_path / "whole", None, storage="float16", data=data)
+    go_on(small_jobs, "P", 6, tmp_path / "whole", None, storage="float16", data=data)
     for number, (kind, more) in enumerate((("H", {}), ("Z", {}), ("H", given), ("X", {}), ("H", {})), 1):
         out = tmp_path / f"{number}{kind}"
-        await go_on(kind, number, out, before, storage="float16", data=data, **more)
+        go_on(small_jobs, kind, number, out, before, storage="float16", data=data, **more)
         before = out
-    await go_on("M", 6, tmp_path / "last", before, storage="float16", data=data)
+    go_on(small_jobs, "M", 6, tmp_path / "last", before, storage="float16", data=data)
     assert digest(tmp_path / "last") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
-async def test_sharded_float16_begins_as_one_process_does(offloaded: bool, tmp_path: Path) -> None:
+def test_sharded_float16_begins_as_one_process_does(
+    small_jobs: SmallJobs, offloaded: bool, tmp_path: Path
+) -> None:
     """Its loss scale is part of a state that is made when the run begins with it, and not before."""
     data, given = str(write_text(tmp_path / "text")), {"offload": str(tmp_path)} if offloaded else {}
-    await go_on("P", 2, tmp_path / "plain", None, storage="float16", data=data)
-    await go_on("Z", 2, tmp_path / "zero", None, storage="float16", data=data, **given)
+    go_on(small_jobs, "P", 2, tmp_path / "plain", None, storage="float16", data=data)
+    go_on(small_jobs, "Z", 2, tmp_path / "zero", None, storage="float16", data=data, **given)
     assert digest(tmp_path / "zero") == digest(tmp_path / "plain")
 
 
-async def test_what_tensor_parallel_ranks_wrote_is_read_by_one_and_by_a_mesh(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+def test_what_tensor_parallel_ranks_wrote_is_read_by_one_and_by_a_mesh(
+    small_jobs: SmallJobs, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     """Sums along `tp` have an order of their own: behind them, whoever goes on has the same bits."""
     data, out = str(write_text(tmp_path / "text")), tmp_path / "tp"
-    await go_on("M", 2, out, None, storage="float32", data=data, mesh="tp=2,pp=2")
-    await go_on("P", 4, tmp_path / "plain", out, storage="float32", data=data)
-    await go_on("M", 4, tmp_path / "mesh", out, storage="float32", data=data)
+    go_on(small_jobs, "M", 2, out, None, storage="float32", data=data, mesh="tp=2,pp=2")
+    go_on(small_jobs, "P", 4, tmp_path / "plain", out, storage="float32", data=data)
+    go_on(small_jobs, "M", 4, tmp_path / "mesh", out, storage="float32", data=data)
     assert digest(tmp_path / "plain") == digest(tmp_path / "mesh")
     sharded = tmp_path / "sharded"
-    await go_on("X", 2, sharded, None, storage="float32", data=data, mesh="dp=2,tp=2")
+    go_on(small_jobs, "X", 2, sharded, None, storage="float32", data=data, mesh="dp=2,tp=2")
     assert digest(sharded) == digest(out)
-    await go_on("P", 4, tmp_path / "further", sharded, storage="float32", data=data)
+    go_on(small_jobs, "P", 4, tmp_path / "further", sharded, storage="float32", data=data)
     assert digest(tmp_path / "further") == digest(tmp_path / "plain")
     for place, mesh in enumerate(("dp=2,tp=2", "dp=2,pp=2")):
         beyond = tmp_path / f"beyond{place}"
-        await go_on("X", 3, beyond, sharded, storage="float32", data=data, mesh=mesh)
-        await go_on("P", 4, tmp_path / f"last{place}", beyond, storage="float32", data=data)
+        go_on(small_jobs, "X", 3, beyond, sharded, storage="float32", data=data, mesh=mesh)
+        go_on(small_jobs, "P", 4, tmp_path / f"last{place}", beyond, storage="float32", data=data)
     assert digest(tmp_path / "last1") == digest(tmp_path / "plain")
 
     # Text is made of a checkpoint as of the weights, which a run that was killed has not written.

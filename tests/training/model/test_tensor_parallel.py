@@ -25,7 +25,7 @@ from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import AccumulationPlan
 from zbmd.transport.errors import UserError
 
-STEPS = 50
+STEPS = 20
 OURS = GPTConfig(context=8, width=16, heads=4, layers=1)
 GPT2 = GPTConfig(family="gpt2", activation="gelu", vocabulary=259, context=8, width=16, heads=4, layers=1)
 TRAINING = TrainingConfig(steps=STEPS, shards=2, sequences_per_shard=2, learning_rate=3e-4, warmup_steps=5)
@@ -98,7 +98,7 @@ async def test_a_model_that_is_cut_trains_as_a_whole_one(ranks: int, corpus: Pat
 
 async def test_muon_takes_whole_matrices_of_what_is_cut(corpus: Path, tmp_path: Path) -> None:
     """Neither stages nor replicas change a bit, and tp no more than the order of its sums."""
-    few = replace(TRAINING, optimizer=MuonConfig())
+    few = replace(TRAINING, steps=8, optimizer=MuonConfig())
     limits: dict[Precision, float] = {"float32": 1e-6, "float64": 1e-12}
     for dtype, limit in limits.items():
         cube, plane = (
@@ -149,7 +149,7 @@ async def test_stages_change_no_bit_along_dp_and_tp(corpus: Path, tmp_path: Path
             name="cube",
             mesh="dp=2,pp=2,tp=2",
             model=replace(OURS, layers=2, dropout=0.1 if dtype == "float32" else 0.0),
-            training=replace(TRAINING, shards=3),
+            training=replace(TRAINING, steps=10, shards=3),
             corpus=str(corpus),
             dtype=dtype,
             schedule="1f1b" if dtype == "float32" else "zb-h1",

@@ -19,7 +19,7 @@ from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, ende
 from zbmd.tools.node.guard.command import PRELOAD as OF_GUARDS
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
-from zbmd.training.torch.audit import LoopAudit, Proof
+from zbmd.training.run.audit import LoopAudit, Proof
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 

@@ -24,7 +24,7 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log, read_record
 from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.torch.audit import audit_loop
+from zbmd.training.run.audit import audit_loop
 from zbmd.transport.errors import UserError
 
 

@@ -135,6 +135,7 @@ def check(loader: Any) -> None:
 
 def has_state(loader: Any) -> bool:
     """Return whether a loader can say where it is, and go on there."""
+    loader = getattr(loader, "base_dataloader", loader)  # accelerate's have the methods, whatever they wrap
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 

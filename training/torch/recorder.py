@@ -21,6 +21,7 @@ import xxhash
 from zbmd.training.job.overwrite import claimed
 from zbmd.training.job.records import Records, keep_until
 from zbmd.training.job.results import state_digest
+from zbmd.training.run.audit import Amend, amendment
 from zbmd.training.run.ledger import (
     LOCK_NAME,
     LOG_NAME,
@@ -34,7 +35,6 @@ from zbmd.training.run.ledger import (
 )
 from zbmd.training.run.loop_steps import LoopPlan, LoopStep
 from zbmd.training.torch import points
-from zbmd.training.torch.audit import Amend, amendment
 from zbmd.training.torch.transfer import described, own_tensors
 from zbmd.training.torch.votes import ballot_of, means_of, noted_of
 from zbmd.transport import kill_points as faults

@@ -85,7 +85,13 @@ class LoopState:
         return {
             "buffers": {n: b for n, b in self.boundary.buffers() if n in self.boundary.changing},
             "loader": None if self.loader is None else self._voted_state,
+            "others": [each.own_state() for each in self._with_own_state],
         }
+
+    @property
+    def _with_own_state(self) -> list[Any]:
+        """Those of `others` that have a part which is this rank's own."""
+        return [each for each in self.boundary.others if hasattr(each, "own_state")]
 
     def committed(self, then: Position) -> None:
         """Be behind the transaction under way, at `then`."""
@@ -143,6 +149,8 @@ class LoopState:
                 for name, value in own["buffers"].items():
                     found[name].detach().copy_(value)
             self.loader_state = self._voted_state = own["loader"]
+            for each, value in zip(self._with_own_state, own.get("others", ()), strict=False):
+                each.load_own(value)
         self.keep()
         self.go_back(carried.flags)
         self.keep()

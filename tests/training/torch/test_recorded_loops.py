@@ -21,7 +21,7 @@ from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 from zbmd.training.run.loop_steps import Drawn, Ids, LoopPlan
 from zbmd.training.torch import transaction as tx
-from zbmd.training.torch.audit import LoopAudit, Proof
+from zbmd.training.run.audit import LoopAudit, Proof
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional

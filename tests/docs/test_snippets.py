@@ -34,6 +34,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PUBLIC = {
     "zbmd",
     *(f"zbmd.{package}" for package in ("actors", "collectives", "training", "transport", "torch")),
+    "zbmd.torch.lightning",
+    "zbmd.torch.transformers",
 }
 SESSION = Path(__file__).with_name("page_session.py")
 TIMEOUT_S = 180.0

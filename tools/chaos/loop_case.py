@@ -18,8 +18,8 @@ from zbmd.tools.chaos import small_job
 from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, ended_within, failures_of
 from zbmd.tools.node.guard.command import PRELOAD as OF_GUARDS
 from zbmd.tools.runs.commands import audit_run
-from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 from zbmd.training.run.audit import LoopAudit, Proof
+from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 

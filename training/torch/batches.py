@@ -119,6 +119,7 @@ def _recorded(loader: Any) -> dict[int, Any] | None:
 
 def check(loader: Any) -> None:
     """Raise `UserError` for a loader that cannot be continued; warn of one that cannot skip."""
+    check_prepared(loader)
     if isinstance(loader, Iterator) and not has_state(loader):
         raise UserError(
             f"{type(loader).__name__} can be iterated once, and a replacement has to begin again: give "
@@ -131,6 +132,25 @@ def check(loader: Any) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+def check_prepared(loader: Any) -> None:
+    """Raise `UserError` for a loader of accelerate of which a replacement cannot have its batches."""
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise UserError(
+            "rank 0 loads the batches of all ranks, and others would miss them with it: set dispatch_batches "
+            "to False in the accelerator's configuration"
+        )
+    if hasattr(loader, "base_dataloader") and has_state(loader):
+        raise UserError(
+            "a StatefulDataLoader that accelerate has prepared cannot be continued: set "
+            "use_stateful_dataloader to False in the accelerator's configuration"
+        )
+    if getattr(loader, "synchronized_generator", None) is not None:
+        raise UserError(
+            "ranks agree on the order of samples by sending the state of a generator: set "
+            "use_seedable_sampler to True in the accelerator's configuration"
+        )
 
 
 def has_state(loader: Any) -> bool:

@@ -53,6 +53,8 @@ def resilient(
     """
     models = [*model] if isinstance(model, list | tuple) else [model]
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [_inner(each, "optimizer") for each in optimizers]
+    others = tuple(_inner(each, "scheduler") for each in others)
     for each in others:
         if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
             raise UserError(
@@ -78,3 +80,21 @@ def resilient(
         if isinstance(error, UserError):
             raise
         raise as_torch_error(error) from error
+
+
+def _inner(prepared: Any, name: str) -> Any:
+    """Return the optimizer or scheduler in one that accelerate has prepared.
+
+    Raises `UserError` if it makes one update of several steps.
+    """
+    inner = getattr(prepared, name, None)
+    if inner is None or not type(prepared).__module__.startswith("accelerate."):
+        return prepared
+    steps = prepared.gradient_state.num_steps
+    if steps != 1:
+        raise UserError(
+            f"Accelerator(gradient_accumulation_steps={steps}) accumulates over steps of the loop, and a "
+            "lost rank's part would be missing: leave it at 1, and make the passes over a batch in one "
+            "run.step(), all but the last in accelerator.no_sync(model)"
+        )
+    return inner

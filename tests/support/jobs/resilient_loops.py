@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,10 +27,12 @@ async def train(
     more: Mapping[str, str] | None = None,
     *,
     together: Path | None = None,
+    preload: Sequence[str] = (),
 ) -> tuple[RunResult, list[str]]:
     """Return how the run ended, and what its ranks printed. fault: of `ZBMD_FAULT`. more: variables.
 
     together: a directory to be made, if all ranks are to be killed once all have come to where they are.
+    preload: modules that are imported before ranks are forked, beside PyTorch's.
     """
     variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {}), **(more or {})}
     output = Lines()
@@ -44,7 +46,7 @@ async def train(
         on_loss=OnLoss.REPLACE,
         arena_bytes=32 << 20,
         environment=variables,
-        preload=PRELOAD,
+        preload=(*PRELOAD, *preload),
     )
     return await Host(config, output=output).run(), output.lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ LONGER_MAX = {
     "own_model.py": 60,
     "torch_resilient.py": 60,
     "torch_fsdp2_resilient.py": 60,
+    "torch_trainer.py": 60,
+    "torch_lightning.py": 60,
 }
 """One has two versions of an actor, the others a model with its data and optimizer."""
 
@@ -32,7 +35,11 @@ OF_TORCH = {
     "torch_ddp.py": ["rank 0 of 3: loss", "rank 1 of 3: loss", "rank 2 of 3: loss"],
     "torch_fsdp2_resilient.py": ["the run has ended after 110 steps: loss "],
     "torch_resilient.py": ["step 800: loss", "the run has ended: loss "],
+    "torch_trainer.py": ["the run has ended after 30 steps"],
+    "torch_lightning.py": ["the run has ended after 24 steps"],
 }
+NEEDS = {"torch_trainer.py": ("transformers", "accelerate"), "torch_lightning.py": ("lightning",)}
+"""Libraries beside PyTorch."""
 
 
 def test_every_example_is_covered_and_short() -> None:
@@ -44,7 +51,9 @@ def test_every_example_is_covered_and_short() -> None:
 @pytest.mark.optional
 @pytest.mark.parametrize("name", sorted(OF_TORCH))
 def test_an_example_of_torch_runs(name: str) -> None:
-    pytest.importorskip("torch")
+    for library in ("torch", *NEEDS.get(name, ())):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
     out = run_example(name)
     for words in OF_TORCH[name]:
         assert words in out, out

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zbmd.training.run.audit import Amend, LoopAudit, Proof, amendment, audit_loop
 from zbmd.training.run.ledger import CommitRecord, LedgerBroken
 from zbmd.training.run.loop_steps import Deal, Drawn, Ids, LoopStep, ids_max
-from zbmd.training.run.audit import Amend, LoopAudit, Proof, amendment, audit_loop
 from zbmd.transport.errors import RemoteProtocolError
 
 DEAL = Deal(samples=11, below=11, together=True, again=1)

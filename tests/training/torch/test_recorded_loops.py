@@ -18,10 +18,10 @@ from support.jobs.resilient_loops import train
 from zbmd.actors.view import Outcome
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.job.records import METRICS_NAME
+from zbmd.training.run.audit import LoopAudit, Proof
 from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 from zbmd.training.run.loop_steps import Drawn, Ids, LoopPlan
 from zbmd.training.torch import transaction as tx
-from zbmd.training.run.audit import LoopAudit, Proof
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional

@@ -1,8 +1,8 @@
-"""Libraries whose loop is the script's own: a resilient one survives kills of ranks with the same bits."""
+"""Loops of libraries survive kills of ranks with the same bits: the script's own, and those that they own."""
 
 from __future__ import annotations
 
-from functools import cache
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,36 +10,68 @@ from programs import PROGRAMS
 from support.jobs.resilient_loops import check_as_undisturbed, steps_in, train
 
 from zbmd.actors.view import Outcome
+from zbmd.transport import kill_points
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 
-RANKS, STEPS = 2, 16
+RANKS = 2
+LIBRARIES = PROGRAMS / "torch" / "libraries"
+PRELOADS = {
+    "accelerate": ("accelerate",),
+    "transformers": ("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+    "lightning": ("lightning",),
+}
+REPORTS = {"accelerate": 16, "transformers": 8, "lightning": 8}
+"""Steps that each rank reports of a whole run."""
+FAULTS = {
+    "accelerate": "rank0:loop.begin:3,rank1:loop.prepared:8,rank0#2:loop.voted:6",
+    "transformers": "rank1:loop.prepared:4,rank0:loop.voted:9",
+    "lightning": "rank1:loop.prepared:4,rank0:loop.voted:9",
+}
+"""Of the owned loops each kill is one in a step, and one in what follows a step: logs, validation, a save."""
+REFUSED = {
+    ("lightning", "manual"): "this fit cannot be made resilient: manual optimization",
+    (
+        "transformers",
+        "counted",
+    ): "TrainingArguments(include_num_input_tokens_seen='all') cannot be made resilient",
+}
 
 
-async def run(fault: str = "") -> tuple[int, list[str]]:
+async def run(library: str, fault: str = "", mode: str = "whole") -> tuple[int, list[str]]:
     """Return how many ranks were replaced, and what the ranks printed of steps and of their final state."""
-    program = PROGRAMS / "torch/libraries/resilient_accelerate.py"
-    result, lines = await train(program, "plain", fault, RANKS)
+    program = LIBRARIES / f"resilient_{library}.py"
+    result, lines = await train(program, mode, fault, RANKS, preload=PRELOADS[library])
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
     return result.restarts, steps_in(lines)
 
 
-@cache
-def _undisturbed() -> list[str]:
-    return []
-
-
-@pytest.mark.parametrize("fault", ["rank0:loop.begin:3", "rank1:loop.prepared:5", "rank0:loop.voted:6"])
-async def test_a_loop_of_accelerate_survives_kills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
+@pytest.fixture(autouse=True)
+def _own_cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    if not _undisturbed():
-        restarts, told = await run()
-        assert restarts == 0 and len(told) == RANKS * (STEPS + 1), told
-        _undisturbed().extend(told)
-    restarts, told = await run(fault)
-    assert restarts == 1
-    check_as_undisturbed(told, frozenset(_undisturbed()), fault)
+
+
+def require(library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
+@pytest.mark.parametrize("library", FAULTS)
+async def test_a_loop_survives_kills(library: str) -> None:
+    require(library)
+    restarts, wanted = await run(library)
+    assert restarts == 0 and len(wanted) == RANKS * (REPORTS[library] + 1), wanted
+    restarts, told = await run(library, FAULTS[library])
+    assert restarts == len(kill_points.parse(FAULTS[library]))
+    check_as_undisturbed(told, frozenset(wanted), FAULTS[library])
+
+
+@pytest.mark.parametrize(("library", "mode"), REFUSED)
+async def test_what_cannot_be_repeated_is_refused_before_the_first_step(library: str, mode: str) -> None:
+    require(library)
+    program = LIBRARIES / f"resilient_{library}.py"
+    result, lines = await train(program, mode, "", RANKS, preload=PRELOADS[library])
+    assert result.outcome is not Outcome.SUCCEEDED
+    assert any(REFUSED[library, mode] in line for line in lines), "\n".join(lines)
+    assert not steps_in(lines)

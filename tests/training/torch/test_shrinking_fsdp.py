@@ -15,8 +15,8 @@ from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.checkpoint.sharded import read_names
-from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 from zbmd.training.run.audit import LoopAudit, Proof
+from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional

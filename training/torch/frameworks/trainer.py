@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final
 
-from zbmd.training.torch.batches import Source, has_state
+from zbmd.training.torch.batches import Source, check_prepared
 from zbmd.training.torch.frameworks.owned import (
     Frame,
     OwnedRun,
@@ -195,7 +195,7 @@ class Loop:
 
     def _open(self, given: dict[str, Any]) -> None:
         trainer = self._trainer
-        require_loader(given["train_dataloader"])
+        check_prepared(given["train_dataloader"])
         if not isinstance(trainer.model_wrapped, parallel.DistributedDataParallel):
             raise UserError(
                 f"Trainer.train() has a {type(trainer.model_wrapped).__name__}, and can be resilient over "
@@ -295,22 +295,3 @@ class _Hooks:
     def _load_rng_state(self, checkpoint: Any) -> None:
         if not self.zbmd_loop.is_open:  # random numbers of a step depend on its number
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-
-
-def require_loader(loader: Any) -> None:
-    """Raise `UserError` for a loader of accelerate of which a replacement cannot have its own batches."""
-    if type(loader).__name__ == "DataLoaderDispatcher":
-        raise UserError(
-            "rank 0 loads the batches of all ranks, and others would miss them with it: set dispatch_batches "
-            "to False in the accelerator's configuration"
-        )
-    if has_state(loader):
-        raise UserError(
-            "a StatefulDataLoader that accelerate has prepared cannot be continued: set "
-            "use_stateful_dataloader to False in the accelerator's configuration"
-        )
-    if getattr(loader, "synchronized_generator", None) is not None:
-        raise UserError(
-            "ranks agree on the order of samples by sending the state of a generator: set "
-            "use_seedable_sampler to True in the accelerator's configuration"
-        )

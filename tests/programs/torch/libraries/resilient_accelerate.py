@@ -5,25 +5,25 @@ import hashlib
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator  # type: ignore[import-not-found,unused-ignore]
+from accelerate import Accelerator, DataLoaderConfiguration  # type: ignore[import-not-found,unused-ignore]
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 import zbmd.torch
 
 torch.set_num_threads(1)
 dist.init_process_group("zbmd")
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
 torch.manual_seed(0)
 x = torch.randn(64, 8)
 data = TensorDataset(x, x.sum(1, keepdim=True))
 network = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(network.parameters(), lr=0.05)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
-model, prepared, scheduled = accelerator.prepare(network, optimizer, scheduler)
-run = zbmd.torch.resilient(model, optimizer, scheduler)
-for inputs, targets in run.batches(DataLoader(data, 4, sampler=DistributedSampler(data)), epochs=2):
+loader = DataLoader(data, 4, shuffle=True)
+model, prepared, scheduled, batches = accelerator.prepare(network, optimizer, scheduler, loader)
+run = zbmd.torch.resilient(model, prepared, scheduled)
+for inputs, targets in run.batches(batches, epochs=2):
     with run.step():
         loss = nn.functional.mse_loss(model(inputs), targets)
         accelerator.backward(loss)

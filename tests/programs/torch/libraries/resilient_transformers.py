@@ -22,6 +22,7 @@ import zbmd.torch.transformers
 
 MODES = {
     "plain": {"max_steps": 10},
+    "counted": {"max_steps": 10, "include_num_input_tokens_seen": "all"},
     "whole": {
         "num_train_epochs": 2,
         "gradient_accumulation_steps": 3,

@@ -39,10 +39,10 @@ REFUSED = {
 }
 
 
-async def run(library: str, fault: str = "", mode: str = "whole") -> tuple[int, list[str]]:
+async def run(library: str, out: Path, fault: str = "") -> tuple[int, list[str]]:
     """Return how many ranks were replaced, and what the ranks printed of steps and of their final state."""
-    program = LIBRARIES / f"resilient_{library}.py"
-    result, lines = await train(program, mode, fault, RANKS, preload=PRELOADS[library])
+    program, more = LIBRARIES / f"resilient_{library}.py", {"OUT": str(out)}
+    result, lines = await train(program, "whole", fault, RANKS, more, preload=PRELOADS[library])
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
     return result.restarts, steps_in(lines)
 
@@ -58,20 +58,22 @@ def require(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", FAULTS)
-async def test_a_loop_survives_kills(library: str) -> None:
+async def test_a_loop_survives_kills(library: str, tmp_path: Path) -> None:
     require(library)
-    restarts, wanted = await run(library)
+    restarts, wanted = await run(library, tmp_path / "calm")
     assert restarts == 0 and len(wanted) == RANKS * (REPORTS[library] + 1), wanted
-    restarts, told = await run(library, FAULTS[library])
+    restarts, told = await run(library, tmp_path / "killed", FAULTS[library])
     assert restarts == len(kill_points.parse(FAULTS[library]))
     check_as_undisturbed(told, frozenset(wanted), FAULTS[library])
 
 
 @pytest.mark.parametrize(("library", "mode"), REFUSED)
-async def test_what_cannot_be_repeated_is_refused_before_the_first_step(library: str, mode: str) -> None:
+async def test_what_cannot_be_repeated_is_refused_before_the_first_step(
+    library: str, mode: str, tmp_path: Path
+) -> None:
     require(library)
-    program = LIBRARIES / f"resilient_{library}.py"
-    result, lines = await train(program, mode, "", RANKS, preload=PRELOADS[library])
+    program, more = LIBRARIES / f"resilient_{library}.py", {"OUT": str(tmp_path)}
+    result, lines = await train(program, mode, "", RANKS, more, preload=PRELOADS[library])
     assert result.outcome is not Outcome.SUCCEEDED
     assert any(REFUSED[library, mode] in line for line in lines), "\n".join(lines)
     assert not steps_in(lines)

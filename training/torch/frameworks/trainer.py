@@ -235,6 +235,14 @@ class Loop:
             self.run.begin_step()
         return batches
 
+    def close(self, last: Callable[[], Any]) -> Any:
+        """Make what follows the last pass; another call of `train` is refused, as another loop is."""
+        if self._run is None:  # there was no pass to make
+            return last()
+        result = self._run.transact(last)
+        self._run = None
+        return result
+
     def end_step(self, after: Callable[[], None], norm: Any, rate: float | None) -> None:
         """The step has ended, or if none is under way the pass has: make what follows it."""
         if not self.run.in_step:
@@ -290,7 +298,7 @@ class _Hooks:
 
     def _finalize_training(self, *given: Any) -> Any:
         base = super()._finalize_training  # type: ignore[misc]
-        return self.zbmd_loop.run.transact(lambda: base(*given))
+        return self.zbmd_loop.close(lambda: base(*given))
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         if not self.zbmd_loop.is_open:  # random numbers of a step depend on its number

@@ -1,12 +1,12 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 """`Trainer.fit` of Lightning as a resilient loop. MODE: a setting of the trainer that is tried beside it.
+OUT: a directory that all ranks share.
 
 Ranks print each step, and in the end the bits of the model and what was logged.
 """
 
 import hashlib
 import os
-import tempfile
 from typing import Any
 
 import lightning  # type: ignore[import-not-found,unused-ignore]
@@ -69,23 +69,22 @@ def main() -> None:
     lightning.seed_everything(0, verbose=False)
     x = torch.randn(80, 8)
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            strategy=zbmd.torch.lightning.Resilient(),
-            max_epochs=2,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=directory,
-            callbacks=[ModelCheckpoint(directory, monitor="off", save_last=True)],
-            **MODES[os.environ["MODE"]],
-        )
-        model = Line(manual=os.environ["MODE"] == "manual")
-        trainer.fit(model, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        print(f"final rank {dist.get_rank()}: {digest(model)} {trainer.global_step} {logged}", flush=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=zbmd.torch.lightning.Resilient(),
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=os.environ["OUT"],
+        callbacks=[ModelCheckpoint(os.environ["OUT"], monitor="off", save_last=True)],
+        **MODES[os.environ["MODE"]],
+    )
+    model = Line(manual=os.environ["MODE"] == "manual")
+    trainer.fit(model, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    print(f"final rank {dist.get_rank()}: {digest(model)} {trainer.global_step} {logged}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-"""Hugging Face's `Trainer` as a resilient loop. MODE: a setting of the trainer that is tried beside it.
+"""Hugging Face's `Trainer` as a resilient loop. MODE: a setting of the trainer that is tried beside it. OUT:
+a directory that all ranks share.
 
 Ranks print each step, and in the end the bits of the model, what was logged, and what was evaluated.
 """
 
 import hashlib
 import os
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -57,23 +57,21 @@ def main() -> None:
     rows = [torch.randint(0, 64, (16,)) for _ in range(48)]
     data = [{"input_ids": row, "labels": row} for row in rows]
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = TrainingArguments(
-            output_dir=directory,
-            use_cpu=True,
-            per_device_train_batch_size=2,
-            report_to=[],
-            disable_tqdm=True,
-            **{"save_strategy": "steps", "logging_steps": 4, **MODES[os.environ["MODE"]]},
-        )
-        trainer = Trainer(
-            model=model, args=arguments, train_dataset=data, eval_dataset=data[:8], callbacks=[Steps()]
-        )
-        trained = zbmd.torch.transformers.resilient(trainer).train()
-        kept = ("loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss", "train_loss")
-        logged = [{name: each[name] for name in kept if name in each} for each in trainer.state.log_history]
-        print(f"final rank {dist.get_rank()}: {digest(model)} {trained.training_loss} {logged}", flush=True)
-        dist.barrier()
+    arguments = TrainingArguments(
+        output_dir=os.environ["OUT"],
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        report_to=[],
+        disable_tqdm=True,
+        **{"save_strategy": "steps", "logging_steps": 4, **MODES[os.environ["MODE"]]},
+    )
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=data[:8], callbacks=[Steps()]
+    )
+    trained = zbmd.torch.transformers.resilient(trainer).train()
+    kept = ("loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss", "train_loss")
+    logged = [{name: each[name] for name in kept if name in each} for each in trainer.state.log_history]
+    print(f"final rank {dist.get_rank()}: {digest(model)} {trained.training_loss} {logged}", flush=True)
     dist.destroy_process_group()
 
 

@@ -38,6 +38,8 @@ except ImportError as error:
 METHODS: Final = ("_broadcast_sigterm_tensor", "_should_accumulate", "_should_check_val_fx", "on_advance_end")
 """Methods of the training epoch's loop that are used here, as of Lightning 2.6."""
 
+_UNSAVED: Final = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+"""Of a `ModelCheckpoint`: a rank without them would save, by calls of all ranks, when others do not."""
 _KEPT: Final = ("_update_count", "_forward_cache")
 """Of a metric, beside its states."""
 
@@ -49,7 +51,8 @@ class Logged(results._ResultCollection):  # type: ignore[misc]
 
     def __setitem__(self, key: str, metric: Any) -> None:
         super().__setitem__(key, metric)
-        metric.__dict__.update(self.waiting.pop(key, {}))
+        if key in self.waiting and metric.is_tensor:
+            _restore(metric, self.waiting.pop(key))
 
 
 class FitFrame(Frame):
@@ -78,7 +81,7 @@ class FitFrame(Frame):
         trainer = self._trainer
         return {
             "loops": json.dumps(trainer.fit_loop.state_dict()),
-            "callbacks": [each.state_dict() for each in trainer.callbacks],
+            "callbacks": [(each.state_dict(), _unsaved_of(each)) for each in trainer.callbacks],
             "stops": trainer.should_stop,
             "validates": self.validates,
         }
@@ -87,9 +90,11 @@ class FitFrame(Frame):
         """See `Frame`."""
         trainer = self._trainer
         _load_loops(trainer.fit_loop, json.loads(state["loops"]), "")
-        for callback, value in zip(trainer.callbacks, state["callbacks"], strict=True):
+        for callback, (value, unsaved) in zip(trainer.callbacks, state["callbacks"], strict=True):
             if value:
                 callback.load_state_dict(value)
+            for name in _unsaved_of(callback):
+                setattr(callback, name, unsaved[name])
         trainer.should_stop, self.validates = state["stops"], state["validates"]
 
     def own_state(self) -> dict[str, Any]:
@@ -117,13 +122,18 @@ class FitFrame(Frame):
                 self._logged.waiting[key] = value
 
 
+def _unsaved_of(callback: Any) -> dict[str, Any]:
+    """Return what a callback decides by, and leaves out of its state."""
+    return {name: getattr(callback, name) for name in _UNSAVED if hasattr(callback, name)}
+
+
 def _state_of(metric: Any) -> dict[str, Any]:
     return {name: _copied(getattr(metric, name)) for name in (*metric._defaults, *_KEPT)}
 
 
 def _restore(metric: Any, state: Mapping[str, Any]) -> None:
-    for name, value in state.items():
-        setattr(metric, name, _copied(value))
+    for name in (*metric._defaults, *_KEPT):
+        setattr(metric, name, _copied(state[name]))
     metric._computed = None
 
 

@@ -90,11 +90,7 @@ class TrainerFrame(Frame):
     def common(self) -> dict[str, Any]:
         """See `Frame`."""
         trainer = self._trainer
-        state = {
-            field.name: getattr(trainer.state, field.name)
-            for field in dataclasses.fields(trainer.state)
-            if field.name not in (*OF_RANKS, "log_history")
-        }
+        state = {name: getattr(trainer.state, name) for name in self._fields}
         if self._log[0] != len(trainer.state.log_history):
             self._log = len(trainer.state.log_history), json.dumps(trainer.state.log_history)
         whole = {
@@ -111,15 +107,15 @@ class TrainerFrame(Frame):
     def load_common(self, state: dict[str, Any]) -> None:
         """See `Frame`."""
         trainer, whole = self._trainer, json.loads(state["whole"])
-        for name, value in whole["state"].items():
-            setattr(trainer.state, name, value)
+        for name in self._fields:
+            setattr(trainer.state, name, whole["state"][name])
         trainer.state.log_history = json.loads(state["log"])
         self._log = len(trainer.state.log_history), state["log"]
-        for name, value in whole["control"].items():
-            setattr(trainer.control, name, value)
+        for name in FLAGS:
+            setattr(trainer.control, name, whole["control"][name])
         for callback, attributes in zip(self._callbacks, whole["callbacks"], strict=True):
-            for name, value in attributes.items():
-                setattr(callback, name, value)
+            for name in callback.state()["attributes"]:
+                setattr(callback, name, attributes[name])
         trainer._total_loss_scalar = whole["total_loss"]
         trainer._globalstep_last_logged = whole["logged"]
         trainer._initial_global_step = whole["first"]
@@ -133,6 +129,12 @@ class TrainerFrame(Frame):
         """See `Frame`."""
         self._trainer._tr_loss.copy_(state["loss"])
         self._trainer.current_flos = state["flos"]
+
+    @property
+    def _fields(self) -> list[str]:
+        """The names of what ranks have in common of a `TrainerState`, but for the logs."""
+        names = [field.name for field in dataclasses.fields(self._trainer.state)]
+        return [name for name in names if name not in (*OF_RANKS, "log_history")]
 
     @property
     def _callbacks(self) -> list[Any]:

@@ -72,6 +72,12 @@ class FitFrame(Frame):
         self._logged.waiting.clear()
 
     @property
+    def _watched(self) -> dict[str, Any]:
+        """The values by which callbacks decide."""
+        watched: dict[str, Any] = self._trainer._logger_connector._callback_metrics
+        return watched
+
+    @property
     def _metrics(self) -> dict[str, Any]:
         named = self._trainer.lightning_module.named_modules()
         return {name: each for name, each in named if isinstance(each, torchmetrics.Metric)}
@@ -105,12 +111,15 @@ class FitFrame(Frame):
                 **{key: _state_of(each) for key, each in self._logged.items() if each.is_tensor},
             },
             "metrics": {name: _state_of(each) for name, each in self._metrics.items()},
+            "watched": {name: _copied(value) for name, value in self._watched.items()},
         }
 
     def load_own(self, state: dict[str, Any]) -> None:
         """See `Frame`."""
         for name, metric in self._metrics.items():
             _restore(metric, state["metrics"][name])
+        self._watched.clear()
+        self._watched.update({name: _copied(value) for name, value in state["watched"].items()})
         self._logged.waiting.clear()
         for key in [key for key in self._logged if key not in state["logged"]]:
             if self._logged[key].is_tensor:

@@ -83,7 +83,7 @@ def main() -> None:
     )
     model = Line(manual=os.environ["MODE"] == "manual")
     trainer.fit(model, DataLoader(data, 4, shuffle=True), DataLoader(data, 8))
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    logged = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
     print(f"final rank {dist.get_rank()}: {digest(model)} {trainer.global_step} {logged}", flush=True)
 
 

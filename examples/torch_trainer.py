@@ -11,6 +11,7 @@ stays the same. The numbered lines are all that zbmd asks for.
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def main() -> None:
             report_to=[],
             disable_tqdm=True,
         )
-        data = [{"input_ids": row, "labels": row} for row in rows]
+        data: Any = [{"input_ids": row, "labels": row} for row in rows]
         trainer = Trainer(model=model, args=arguments, train_dataset=data)
         trained = zbmd.torch.transformers.resilient(trainer).train()  # 3
     if dist.get_rank() == 0:

@@ -7,6 +7,7 @@ Ranks print each step, and in the end the bits of the model, what was logged, an
 
 import hashlib
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def main() -> None:
     dist.init_process_group("zbmd")
     torch.manual_seed(0)
     rows = [torch.randint(0, 64, (16,)) for _ in range(48)]
-    data = [{"input_ids": row, "labels": row} for row in rows]
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
     arguments = TrainingArguments(
         output_dir=os.environ["OUT"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -65,7 +66,8 @@ class Member:
     """One live process of a view. `address`: of its listener on its own host.
 
     host: an opaque name of its host; members with the same name share memory. tcp_address: where members on
-    other hosts dial it, `host:port`; empty if it does not listen there.
+    other hosts dial it, `host:port`; empty if it does not listen there. domain: the failure domain that its
+    host is in, as a user has named it; empty: the host is one.
     """
 
     rank: int
@@ -73,6 +75,7 @@ class Member:
     address: str
     host: str = ""
     tcp_address: str = ""
+    domain: str = ""
 
     @property
     def id(self) -> MemberId:
@@ -93,6 +96,18 @@ class View:
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks, ascending."""
         return tuple(m.rank for m in self.members)
+
+    def domain_names(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Return the failure domain of each of these members: its name, or the number of its host."""
+        hosts = {host: at for at, host in enumerate(dict.fromkeys(one.host for one in self.members))}
+        found = {one.rank: one.domain or f"host {hosts[one.host]}" for one in self.members}
+        return tuple(found[rank] for rank in ranks)
+
+    def domains(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the failure domain of each of these members, by number, in the order of `ranks`."""
+        names = self.domain_names(ranks)
+        numbers = {name: at for at, name in enumerate(dict.fromkeys(names))}
+        return tuple(numbers[name] for name in names)
 
     @property
     def ids(self) -> tuple[MemberId, ...]:

@@ -133,6 +133,7 @@ def _node(node: Node) -> None:
     fits = len(node.address) <= ADDRESS_CHARS_MAX and node.address.isprintable()
     _require(fits, f"the address {node.address[:80]!r}")
     _require(not node.name or is_name(node.name), f"the name {node.name[:80]!r}")
+    _require(not node.domain or is_name(node.domain), f"the failure domain {node.domain[:80]!r}")
 
 
 def _report(report: m.MemberReport) -> None:

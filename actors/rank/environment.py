@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,7 @@ from zbmd.actors.hangs.progress import (
     PROGRESS_DEADLINE_NS_MIN,
     SECOND_NS,
 )
+from zbmd.actors.view import RANKS_MAX
 from zbmd.transport.clock.deadlines import (
     RECOVERY_BUDGET_NS_DEFAULT,
     RECOVERY_BUDGET_VARIABLE,
@@ -33,6 +35,8 @@ LINKS_VARIABLE = "ZBMD_LINKS"
 LINKS: Final = ("auto", "tcp", "rdma")
 LISTEN_LOCAL = "127.0.0.1:0"
 HOST_VARIABLE = "ZBMD_HOST"
+DOMAINS_VARIABLE: Final = "ZBMD_DOMAINS"
+"""The failure domains of the nodes that were here when the job was given, see `domains_text`."""
 LISTEN_VARIABLE = "ZBMD_LISTEN"
 RANKS_MIN_VARIABLE = "ZBMD_RANKS_MIN"
 RESUMES_VARIABLE = "ZBMD_RESUMES"
@@ -193,6 +197,25 @@ def _whereabouts(environment: Mapping[str, str]) -> dict[str, str]:
     if links_wanted(environment) == "auto":
         return {"host": host, "listen": listen}
     return {"host": f"{host}/{environment['RANK']}", "listen": listen or LISTEN_LOCAL}
+
+
+def domains_text(names: Iterable[str]) -> str:
+    """Return the failure domains of some nodes as `NAME=NODES,...`. names: "" of a node without a name."""
+    return ",".join(f"{name}={count}" for name, count in sorted(Counter(names).items()))
+
+
+def domains_in(text: str) -> tuple[str, ...]:
+    """Return the failure domain of each node, sorted, from `domains_text`. Raises `UserError`.
+
+    A node whose domain has no name is one by itself, `alone N`.
+    """
+    names: list[str] = []
+    for one in filter(None, text.split(",")):
+        name, _, count = one.partition("=")
+        if not count.isdecimal() or not 0 < int(count) <= RANKS_MAX:
+            raise UserError(f"{DOMAINS_VARIABLE}: expected NAME=NODES, got {one[:80]!r}: unset it.")
+        names += [name or f"alone {number}" for number in range(int(count))]
+    return tuple(names)
 
 
 def links_wanted(environment: Mapping[str, str]) -> str:

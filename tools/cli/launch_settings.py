@@ -18,6 +18,7 @@ from zbmd.actors.bootstrap.environments import (
     parse_join_address,
     parse_node_range,
 )
+from zbmd.actors.cluster.contracts import is_name
 from zbmd.actors.hangs.verdict import OnHang
 from zbmd.actors.rank.environment import OFF
 from zbmd.actors.view import OnLoss
@@ -173,6 +174,15 @@ def parse_name(text: str) -> str:
     return text
 
 
+def parse_domain(text: str) -> str:
+    """A failure domain. Raises `UserError`."""
+    if not is_name(text):
+        raise UserError(
+            f"expected 1 to 64 letters, digits or _.@-, a letter or digit first, got {text[:64]!r}"
+        )
+    return text
+
+
 def _setting(
     name: str, parse: Callable[[str], Any], metavar: str, help_text: str, *, torchrun: bool = True
 ) -> Setting:
@@ -212,6 +222,13 @@ LAUNCH_SETTINGS: Final = (
         "signals for ranks that handle them, beside SIGUSR1, SIGUSR2; SIGINT, SIGTERM, SIGHUP end the run",
     ),
     _setting("role", parse_name, "NAME", "the script finds it in ROLE_NAME"),
+    _setting(
+        "domain",
+        parse_domain,
+        "NAME",
+        "this host's failure domain, such as a rack: shards and copies are kept in different ones",
+        torchrun=False,
+    ),
     _setting(
         "service", parse_name, "NAME", "the headless service of these pods (Kubernetes)", torchrun=False
     ),

@@ -250,6 +250,7 @@ def _config(plan: NodeRun) -> NodeConfig:
         settings=tcp_settings(),
         release=zbmd.__version__,
         run=run_of(plan),
+        domain=plan.settings["domain"] or "",
     )
 
 

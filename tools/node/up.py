@@ -47,6 +47,7 @@ from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.process.early_template import EarlyTemplate, fork_template
 from zbmd.actors.process.exit import ending_at_broken_invariant
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
+from zbmd.tools.cli.launch_settings import parse_domain
 from zbmd.tools.cli.settings import parse_dashboard
 from zbmd.tools.node.dashboard import ADDRESS_VARIABLE, note_death, opened
 from zbmd.tools.node.run import MORE_PRELOADS
@@ -90,6 +91,12 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
         help=f"where others reach this node; default: *:{PORT_DEFAULT}, every address. Port 0: any free one",
     )
     up.add_argument("--name", metavar="N", help="what people call this node; default: the host's name")
+    up.add_argument(
+        "--domain",
+        metavar="NAME",
+        default=os.environ.get("ZBMD_DOMAIN") or None,
+        help="this host's failure domain, such as a rack: shards and copies are kept in different ones",
+    )
     up.add_argument(
         "--join",
         action="append",
@@ -157,8 +164,16 @@ def node_config(arguments: argparse.Namespace) -> NodeConfig:
         cookie=cookie or load_or_create_cookie(),
         settings=tcp_settings(),
         release=zbmd.__version__,
+        domain=_domain(arguments.domain),
         capture=CaptureSettings.read(captured_into(arguments.capture), job=0),
     )
+
+
+def _domain(text: str | None) -> str:
+    try:
+        return "" if text is None else parse_domain(text)
+    except UserError as error:
+        raise UserError(f"--domain: {error}") from None
 
 
 def captured_into(directory: str | None) -> dict[str, str]:

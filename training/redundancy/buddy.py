@@ -17,7 +17,7 @@ from typing import Any, Final
 import structlog
 
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.group.group import Group, hosts_of
+from zbmd.collectives.group.group import Group
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.cut_events import (
@@ -211,7 +211,7 @@ class BuddyReplica(RedundancyDriver):
     ) -> int:
         """See `Redundancy`."""
         self._group, self._cancellation = group, Cancellation()
-        hosts = hosts_of(group.view, group.members)
+        hosts = group.view.domains(group.members)
         if self._resizing is None:
             self._share_holdings(group, group.members, known)
             held = tuple(row.held for row in self._rows)
@@ -226,7 +226,7 @@ class BuddyReplica(RedundancyDriver):
         """See `Redundancy`."""
         assert self._resizing is not None, "a state that is cut for good is met for by those who train"
         self._cancellation = Cancellation()
-        meeting = self._enter_cut(everyone, active, hosts_of(everyone.view, active), known)
+        meeting = self._enter_cut(everyone, active, everyone.view.domains(active), known)
         meeting.serve(_not_sent)
         return self._resizing.chosen
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from zbmd.actors.rank.environment import RankEnvironment, links_wanted
+from zbmd.actors.rank.environment import DOMAINS_VARIABLE, RankEnvironment, domains_in, links_wanted
 from zbmd.training.job.mesh import Mesh
 from zbmd.training.redundancy.coded.driver import SCRATCH_BYTES
 from zbmd.training.redundancy.coded.field import SHARDS_MAX
 from zbmd.training.redundancy.coded.machine import Code
-from zbmd.training.redundancy.coded.placement import grouped, room_bytes
+from zbmd.training.redundancy.coded.placement import ALIGNMENT, grouped, room_bytes, shortage
 from zbmd.training.redundancy.holdings import SLOTS
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.transport.errors import UserError
@@ -48,12 +47,42 @@ def parse_redundancy(text: str) -> str:
     raise UserError(f"expected auto, replica, buddy, ec:K+M such as ec:4+2, or none, got {text!r}")
 
 
-def domains_of(mesh: Mesh) -> tuple[int, ...]:
-    """Return the host of each rank of a mesh, by number, as its launcher starts them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domains:
+    """What is known of failure domains before ranks meet. hosts: the number of each rank's.
+
+    names: the domain of each rank, in no order; None: nobody has named one; empty: not all are known,
+    since not all nodes were here when the job was given.
+    """
+
+    hosts: tuple[int, ...]
+    names: tuple[str, ...] | None
+
+    @property
+    def numbered(self) -> tuple[str, ...]:
+        """The hosts, as names."""
+        return tuple(f"host {number}" for number in self.hosts)
+
+    @property
+    def count(self) -> int:
+        """The number of domains that are known to be there."""
+        return len(set(self.hosts if self.names is None else self.names))
+
+
+def domains_of(mesh: Mesh) -> Domains:
+    """Return the failure domains of the ranks of a mesh: those that users have named, or their hosts.
+
+    All ranks of a job know the same of them, however late they start.
+    """
     launched = RankEnvironment.read(os.environ)
     here = mesh.world_size if launched is None else launched.ranks_per_host
     each = 1 if links_wanted(os.environ) != "auto" else here
-    return tuple(rank // each for rank in range(mesh.world_size))
+    hosts = tuple(rank // each for rank in range(mesh.world_size))
+    given = domains_in(os.environ.get(DOMAINS_VARIABLE, ""))
+    if launched is None or not given:
+        return Domains(hosts=hosts, names=None)
+    names = tuple(name for name in given for _ in range(here)) if len(given) == launched.hosts else ()
+    return Domains(hosts=hosts, names=names)
 
 
 def redundancy_of(options: TrainOptions, mesh: Mesh, *, shrinks: bool) -> Redundancy:
@@ -62,7 +91,7 @@ def redundancy_of(options: TrainOptions, mesh: Mesh, *, shrinks: bool) -> Redund
     Raises `UserError` for one that the mesh does not have.
     """
     domains, asked = domains_of(mesh), options.redundancy
-    hosts, has_replicas = max(domains) + 1, mesh.has_replicas(domains.count(0))
+    hosts, has_replicas = max(domains.hosts) + 1, mesh.has_replicas(domains.hosts.count(0))
     recuts = options.recuts(mesh) and shrinks
     if options.offload is not None:
         if asked != AUTO:
@@ -84,17 +113,21 @@ def redundancy_of(options: TrainOptions, mesh: Mesh, *, shrinks: bool) -> Redund
         return Redundancy(kind=NONE, why="there is one rank; its memory and checkpoints remain")
     if has_replicas:
         return Redundancy(kind=REPLICA, why="ranks along dp hold the same")
-    if hosts >= HOSTS_FOR_CODE and not recuts:
-        text = f"{CODED}:{CODE_OF_MANY[0]}+{CODE_OF_MANY[1]}"
-        why = f"{hosts} hosts hold different states, of which two may be lost for half a copy"
+    data, parity = CODE_OF_MANY
+    fits = not shortage(domains.names or domains.numbered, data=data, parity=parity)
+    if domains.count >= HOSTS_FOR_CODE and fits and not recuts:
+        text, what = f"{CODED}:{data}+{parity}", "hosts" if domains.names is None else "failure domains"
+        why = f"{domains.count} {what} hold different states, of which two may be lost for half a copy"
         return _coded(text, mesh, domains, why=why, refused=False, recuts=False)
+    if domains.names is not None:
+        return Redundancy(
+            kind=BUDDY, why="each state is on one rank: one in another failure domain has a copy"
+        )
     where = "another host" if hosts > 1 else "another rank"
     return Redundancy(kind=BUDDY, why=f"each state is on one rank: {where} has a copy")
 
 
-def _coded(
-    text: str, mesh: Mesh, domains: Sequence[int], *, why: str, refused: bool, recuts: bool
-) -> Redundancy:
+def _coded(text: str, mesh: Mesh, domains: Domains, *, why: str, refused: bool, recuts: bool) -> Redundancy:
     found = _CODED.fullmatch(text)
     assert found is not None, "it was parsed"
     data, parity = int(found[1]), int(found[2])
@@ -102,11 +135,11 @@ def _coded(
         raise UserError(f"--redundancy {text}: ranks along dp of {mesh} hold the same already: omit it.")
     if recuts:
         raise UserError(f"--redundancy {text}: a state that is recut has buddies: give --on-loss replace.")
-    least = min((group.parity for group in grouped(domains, data=data, parity=parity)), default=0)
-    if least < parity:
+    if domains.names != () and (
+        found_out := shortage(domains.names or domains.numbered, data=data, parity=parity)
+    ):
         raise UserError(
-            f"--redundancy {text}: expected {parity + 1} or more hosts for the shards of each group, got "
-            f"{max(domains) + 1}: give fewer parities, or more hosts."
+            f"--redundancy {found_out}. Give fewer parities, or more hosts in other failure domains."
         )
     return Redundancy(kind=CODED, why=why, data=data, parity=parity)
 
@@ -115,11 +148,23 @@ def code_of(redundancy: Redundancy, mesh: Mesh, nbytes: int) -> Code | None:
     """Return the code of a run whose largest state has `nbytes`; None for another redundancy."""
     if redundancy.kind != CODED:
         return None
-    groups = grouped(domains_of(mesh), data=redundancy.data, parity=redundancy.parity)
-    room = room_bytes(groups, nbytes)
+    domains = domains_of(mesh)
+    if domains.names is None:
+        room = room_bytes(grouped(domains.hosts, data=redundancy.data, parity=redundancy.parity), nbytes)
+    else:  # who joins, or takes a lost node's place, may be in any: the smallest groups need most
+        room = redundancy.parity * -(-nbytes // ALIGNMENT) * ALIGNMENT
     return Code(data=redundancy.data, parity=redundancy.parity, nbytes=nbytes, room=room)
 
 
 def arena_bytes(code: Code | None) -> int:
     """Return the bytes of arena that a code needs beside the state."""
     return 0 if code is None else SLOTS * code.room + SCRATCH_BYTES + (1 << 16)
+
+
+def unused_bytes(code: Code | None, mesh: Mesh) -> int:
+    """Return how much of `arena_bytes` no page is taken for, as far as the failure domains are known."""
+    domains = domains_of(mesh)
+    if code is None or not domains.names:
+        return 0
+    numbers = [domains.names.index(name) for name in domains.names]
+    return SLOTS * (code.room - room_bytes(grouped(numbers, data=code.data, parity=code.parity), code.nbytes))

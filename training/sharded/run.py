@@ -42,7 +42,7 @@ from zbmd.training.run.ledger import LOG_NAME, begin_log, has_log
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.devices import open_device
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.sharded.redundancy import NONE, arena_bytes, redundancy_of
+from zbmd.training.sharded.redundancy import NONE, arena_bytes, redundancy_of, unused_bytes
 from zbmd.training.sharded.stages import (
     SLOTS,
     RankBytes,
@@ -170,13 +170,14 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     if launched is None and options.resume is None and holders_of(options.out):
         return  # a snapshot process has most of it
     stages, training = options.stages, options.training
+    code = code_of_run(options, config, mesh, shrinks=_fewest(options, mesh) < mesh.world_size)
     microbatches = -(-training.shards // mesh.data_ranks)
     shape = Shape(stages=mesh.size(PIPELINE_AXIS), chunks=stages.chunks, microbatches=microbatches)
     held = schedule_named(stages.schedule).activations_max(shape, 0)
     if options.zero and shape.stages == 1:  # all wait at each unit
         held = microbatches
     needs = RankMemory(
-        state_bytes=needed.arena + needed.inbox,
+        state_bytes=needed.arena + needed.inbox - unused_bytes(code, mesh),
         activation_bytes=activation_bytes(
             config,
             rows=training.sequences_per_shard * config.context,

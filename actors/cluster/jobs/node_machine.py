@@ -478,7 +478,7 @@ class LocalJobs:
             self._promise(local, now_ns)
             self._enter(local)
         if job.epoch > local.view.epoch and self._may_go_on(local, doomed=doomed):
-            view = job.view()
+            view = job.view(self.view.domains)
             if view is not None:
                 self._install(local, job, view, self.me)
 
@@ -590,6 +590,6 @@ def _build_jobs(config: Mapping[str, Any]) -> LocalJobs:
 
 
 LOCAL_JOBS: MachineKind[e.Event, e.Action] = register(
-    "jobs", 4, _build_jobs, events=e.Event, actions=e.Action, states=(LocalJobs,)
+    "jobs", 5, _build_jobs, events=e.Event, actions=e.Action, states=(LocalJobs,)
 )
 """The jobs of a node; it has no configuration."""

@@ -30,7 +30,7 @@ def _build_cluster(config: Mapping[str, Any]) -> ClusterMachine:
 
 CLUSTER: MachineKind[messages.Event, messages.Action] = register(
     "cluster",
-    1,
+    2,
     _build_cluster,
     events=messages.Event,
     actions=messages.Action,

@@ -70,8 +70,8 @@ class NodeConfig:
     is given, it founds one. founds: it also does so if no member is found behind `joins`; join_ns: how long
     they are tried, None for as long as a view may take. recovery_budget_ns: None for the
     cluster's, or the default; witness: makes each incarnation its own, if the cluster has one; capture: where
-    incarnations are recorded, if they are; run: what the
-    cluster is made for, see `JoinApplication`; wall_clock: ns since 1970, only told to people.
+    incarnations are recorded, if they are; run: what the cluster is made for, see `JoinApplication`; domain:
+    see `Node`; wall_clock: ns since 1970, only told to people.
     """
 
     name: str
@@ -87,6 +87,7 @@ class NodeConfig:
     witness: MakeWitness | None = None
     capture: CaptureSettings | None = None
     run: str = ""
+    domain: str = ""
     wall_clock: Callable[[], int] = wall_ns
 
 
@@ -309,7 +310,7 @@ class Incarnations:
         try:
             towards = None if offer is None else offer.own_host
             address = str(advertised(listener.addresses, towards))
-            me = Node(key, address, config.name)
+            me = Node(key, address, config.name, config.domain)
             incarnation = self._incarnation = Incarnation(
                 me,
                 endpoint,

@@ -29,9 +29,9 @@ from zbmd.actors.cluster.node.incarnations import (
 )
 from zbmd.actors.cluster.node.persistent_state import NodeStateStore
 from zbmd.actors.cluster.port import ClusterListener
-from zbmd.actors.cluster.state.job_table import CommandRefused, Order, problem_of
+from zbmd.actors.cluster.state.job_table import CommandRefused, Order, Submit, problem_of
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
-from zbmd.actors.cluster.state.view import ClusterView
+from zbmd.actors.cluster.state.view import ClusterView, with_domains
 from zbmd.actors.contracts import Contract
 from zbmd.actors.process.exit import ending_at_broken_invariant
 from zbmd.actors.process.output import JobOutput
@@ -104,6 +104,8 @@ class ClusterNode:
 
     def command(self, order: Order) -> int:
         """See `ClusterPort`."""
+        if isinstance(order, Submit):
+            order = Submit(spec=with_domains(order.spec, self._view.nodes))
         me, problem = self.me, problem_of(order)
         if not problem and self._ordered - self._view.jobs.applied(me.key) >= ORDERS_WAITING_MAX:
             problem = f"{ORDERS_WAITING_MAX} commands of {me} are pending already; try again later"

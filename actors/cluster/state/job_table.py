@@ -13,8 +13,10 @@ before it lasted by its own monotonic clock. Clocks of two hosts are never compa
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import ClassVar, TypeAlias
 
 import msgspec
@@ -229,8 +231,11 @@ class Job:
         """Return the nodes that are to run ranks of the job."""
         return frozenset(entry.node for entry in self.ranks if entry.lives and entry.node is not None)
 
-    def view(self) -> View | None:
-        """Return the view that the job's ranks may enter; None while there is none."""
+    def view(self, domains: Mapping[NodeKey, str] = MappingProxyType({})) -> View | None:
+        """Return the view that the job's ranks may enter; None while there is none.
+
+        domains: the failure domains that users have named, of nodes.
+        """
         if self.phase is not JobPhase.RUNNING or self.epoch == 0 or self.unsettled:
             return None
         return View(
@@ -242,6 +247,7 @@ class Job:
                     address=entry.address,
                     host=entry.host,
                     tcp_address=entry.tcp_address,
+                    domain="" if entry.node is None else domains.get(entry.node, ""),
                 )
                 for entry in self.ranks
                 if entry.state is SlotState.UP

@@ -18,11 +18,15 @@ class NodeKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Node:
-    """A member of the cluster. `address`: where its links are dialed; `name`: what people call it."""
+    """A member of the cluster. `address`: where its links are dialed; `name`: what people call it.
+
+    domain: the failure domain of its host, as its user has named it.
+    """
 
     key: NodeKey
     address: str = ""
     name: str = ""
+    domain: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.key})" if self.name else str(self.key)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar
@@ -11,8 +12,9 @@ from typing import ClassVar
 import msgspec
 
 from zbmd.actors.cluster.state.job_rules import after_change
-from zbmd.actors.cluster.state.job_table import NO_JOBS, Command, JobTable
+from zbmd.actors.cluster.state.job_table import NO_JOBS, Command, JobSpec, JobTable
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.rank.environment import DOMAINS_VARIABLE, domains_text
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.tcp.address import parse_address
 
@@ -67,6 +69,11 @@ class ClusterView:
         return {node.id: node for node in self.nodes}
 
     @cached_property
+    def domains(self) -> dict[NodeKey, str]:
+        """The failure domains of those members whose user has named one."""
+        return {node.key: node.domain for node in self.nodes if node.domain}
+
+    @cached_property
     def ids(self) -> tuple[int, ...]:
         """The members' ids, ascending."""
         return tuple(node.id for node in self.nodes)
@@ -95,6 +102,18 @@ def host_of_first_rank(view: ClusterView, job_id: int) -> str:
         if node is not None and node.address:
             return parse_address(node.address).host
     return "127.0.0.1"
+
+
+def with_domains(spec: JobSpec, nodes: Sequence[Node]) -> JobSpec:
+    """Return the job with the failure domains of the nodes that are here, if a user has named any.
+
+    They are set once, for all ranks of the job: what is decided by them is decided alike.
+    """
+    if not any(node.domain for node in nodes):
+        return spec
+    text = domains_text(node.domain for node in nodes)
+    environment = {**dict(spec.environment), DOMAINS_VARIABLE: text}
+    return dataclasses.replace(spec, environment=tuple(sorted(environment.items())))
 
 
 class _Shared:

@@ -61,10 +61,12 @@ class Host:
 class Hosts:
     """Some nodes that act on the same views, each when the test says so."""
 
-    def __init__(self, size: int, **options: object) -> None:
+    def __init__(self, size: int, *, domains: tuple[str, ...] = (), **options: object) -> None:
         self.keys = [NodeKey(i, 1) for i in range(size)]
         self.hosts = [Host(key) for key in self.keys]
-        self.view = ClusterView(epoch=1, nodes=tuple(Node(key) for key in self.keys))
+        named = domains or ("",) * size
+        nodes = (Node(key, domain=name) for key, name in zip(self.keys, named, strict=True))
+        self.view = ClusterView(epoch=1, nodes=tuple(nodes))
         self.numbers = dict.fromkeys(self.keys, 0)
         spec = JobSpec(**({"job": JOB, "target": "t", "nodes_max": size} | options))  # type: ignore[arg-type]
         self.change((0, Submit(spec=spec)))
@@ -193,6 +195,13 @@ def pair_with_a_third_to_come() -> tuple[Hosts, int]:
     hosts.view = hosts.view.after(ViewChange(epoch=hosts.view.epoch + 1, added=(Node(third),)))
     hosts.act(0, 1)
     return hosts, install.view.epoch
+
+
+def test_members_have_the_failure_domains_of_their_nodes() -> None:
+    hosts = Hosts(3, domains=("rack-a", "", "rack-a"))
+    for (install,) in hosts.up().values():
+        assert isinstance(install, e.InstallView)
+        assert [member.domain for member in install.view.members] == ["rack-a", "", "rack-a"]
 
 
 def test_who_has_promised_waits_for_the_others_before_it_goes_on() -> None:

@@ -85,7 +85,10 @@ def test_more_losses_than_parities_end_the_run_with_the_last_checkpoint_named(la
     [
         (("--redundancy", "ec:2+0"), "expected auto, replica, buddy, ec:K+M"),
         (("--redundancy", "ec:2+1"), "ranks along dp of dp=2 hold the same already"),
-        (("--mesh", "pp=2", "--redundancy", "ec:2+1"), "expected 2 or more hosts for the shards"),
+        (
+            ("--mesh", "pp=2", "--redundancy", "ec:2+1"),
+            "needs 2 to 3 failure domains, there is 1: host 0",
+        ),
         (("--mesh", "pp=2", "--redundancy", "replica"), "no two ranks of"),
         (("--redundancy", "buddy"), "hold the same already"),
         (("--offload", "files", "--redundancy", "none"), "the state is in files"),

@@ -18,7 +18,14 @@ from zbmd.training.redundancy.coded.field import (
     product,
     rebuilding_matrix,
 )
-from zbmd.training.redundancy.coded.placement import ALIGNMENT, grouped, room_bytes
+from zbmd.training.redundancy.coded.placement import (
+    ALIGNMENT,
+    described,
+    fitted,
+    grouped,
+    room_bytes,
+    shortage,
+)
 from zbmd.transport.errors import LocalProtocolError
 
 SIZES = (1, 63, 64, 127, 128, 1000)
@@ -111,3 +118,37 @@ def test_a_full_group_costs_what_the_code_says() -> None:
     assert room_bytes([group], nbytes) == nbytes // 2, "1.5 times the state, where a buddy has 2"
     assert [one.members for one in grouped([0, 0, 1, 1, 2, 2], data=2, parity=1)] == [(0, 2, 4), (1, 3, 5)]
     assert room_bytes(grouped([0, 0], data=4, parity=2), nbytes) == 0, "one domain protects nothing"
+
+
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24), st.integers(1, 6), st.integers(1, 3))
+def test_a_shortage_of_domains_is_named_exactly_when_ranks_are_unprotected(
+    names: list[str], data: int, parity: int
+) -> None:
+    numbers = [sorted(set(names)).index(name) for name in names]
+    groups = grouped(numbers, data=data, parity=parity)
+    text = shortage(names, data=data, parity=parity)
+    assert bool(text) == any(group.parity < parity for group in groups)
+    if text:
+        assert text.startswith(f"ec:{data}+{parity} needs {parity + 1} to {data + parity} failure domains")
+    else:  # whichever domain is lost with all of its ranks, each group loses one shard of a stripe at most
+        assert all(len({numbers[at] for at in one.members}) == len(one.members) for one in groups)
+        assert f"in one of {len(set(names))} domains" in described(names, data=data, parity=parity)
+
+
+@given(st.permutations("aabbcc"), st.integers(1024, 1 << 20))
+def test_memory_for_the_smallest_groups_is_enough_for_all_domains(names: list[str], nbytes: int) -> None:
+    groups = grouped([sorted(set(names)).index(name) for name in names], data=4, parity=2)
+    assert {group.parity for group in groups} == {2}, "three racks of two hosts survive the loss of two racks"
+    room = 2 * -(-nbytes // ALIGNMENT) * ALIGNMENT
+    assert fitted(groups, nbytes=nbytes, room=room) == groups
+    by_hosts = room_bytes(grouped(range(6), data=4, parity=2), nbytes)
+    assert {group.parity for group in fitted(groups, nbytes=nbytes, room=by_hosts)} != {2}, "the trap"
+
+
+def test_a_shortage_has_its_numbers() -> None:
+    assert shortage(["r0"] * 3 + ["r1"] * 3, data=4, parity=2) == (
+        "ec:4+2 needs 3 to 6 failure domains, there are 2: r0 (3), r1 (3)"
+    )
+    assert shortage(["r0"] * 4 + ["r1", "r2"], data=4, parity=2) == (
+        "ec:4+2 needs 3 to 6 failure domains of at most 2 of these 6 ranks each, got r0 (4), r1 (1), r2 (1)"
+    )

@@ -6,6 +6,7 @@ copy, but the parities of the stripes that it has no data in.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,7 +15,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from zbmd.collectives.group.group import Group, hosts_of
+from zbmd.collectives.group.group import Group
 from zbmd.training.native._kernels import code
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.buddy import (
@@ -27,13 +28,14 @@ from zbmd.training.redundancy.buddy import (
 )
 from zbmd.training.redundancy.coded.field import flat, parity_matrix, rebuilding_matrix
 from zbmd.training.redundancy.coded.machine import Code, CodedHeld, CodedMirror, EnteredCoded, Rebuild
+from zbmd.training.redundancy.coded.placement import described, shortage
 from zbmd.training.redundancy.failures import Cancellation
 from zbmd.training.redundancy.holdings import SLOTS, Copy, Held
 from zbmd.training.redundancy.holdings_row import VERSION_MAX
 from zbmd.training.redundancy.pull import pull
 from zbmd.training.redundancy.stamped import digest_of
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import PeerLost, RemoteProtocolError
+from zbmd.transport.errors import PeerLost, RemoteProtocolError, UserError
 from zbmd.transport.memory.region import RegionHandle
 from zbmd.transport.native._native import now_ns
 
@@ -132,7 +134,7 @@ class _ShardAt:
 class CodedReplica(BuddyReplica):
     """`Redundancy` of what `own` holds, by parities at other ranks. Arguments as of `BuddyReplica`.
 
-    copies: `SLOTS` arrays of `code.room` bytes, uint8. The domains are the ranks' hosts.
+    copies: `SLOTS` arrays of `code.room` bytes, uint8. A domain is a name that users gave, or a host.
     """
 
     def __init__(self, *arguments: Any, code: Code, **more: Any) -> None:
@@ -156,7 +158,7 @@ class CodedReplica(BuddyReplica):
     ) -> int:
         """See `Redundancy`. To this rank all shards differ."""
         self._group, self._cancellation = group, Cancellation()
-        ranks, domains = group.size, hosts_of(group.view, group.members)
+        ranks, domains = group.size, group.view.domains(group.members)
         report = self._coded.coded_report(known, self._digests_now())
         row = CodedRow(held=report, handles=self._bank.handles).encoded(ranks)
         every = group.blocking.all_gather(row).reshape(ranks, row_numbers(ranks))
@@ -165,8 +167,29 @@ class CodedReplica(BuddyReplica):
             slot, incarnation = self._whose(rank)
             one = CodedRow.decoded(every[place], ranks=ranks, place=place, slot=slot, incarnation=incarnation)
             self._peers.append(one)
+        self._require_domains(group.view.domain_names(group.members), domains)
         self._perform_coded(self._handle(EnteredCoded(held=self._reports(), domains=domains)))  # type: ignore[arg-type]
         return self._machine.version
+
+    def _require_domains(self, names: Sequence[str], domains: Sequence[int]) -> None:
+        """Raise `UserError` before the first step if these failure domains do not protect all ranks.
+
+        Later, when a host is replaced by one in another domain, the run goes on and says so.
+        """
+        code, room = self._code, self._code.room
+        begins = all(one.held.known <= one.held.first for one in self._reports())
+        text = shortage(names, data=code.data, parity=code.parity)
+        if text and begins:
+            raise UserError(
+                f"--redundancy {text}. Give fewer parities, or start hosts in other domains (--domain)."
+            )
+        least = min(group.parity for group in code.groups(domains))
+        if least < code.parity:
+            why = text or f"the {room} bytes that ranks have for parities are not enough for these domains"
+            log.warning("fewer losses at once are survived", expected=code.parity, found=least, why=why)
+        elif self._coded.place == 0 and begins:
+            text = described(names, data=code.data, parity=code.parity)
+            print(f"redundancy ec:{code}: {text}", file=sys.stderr, flush=True)
 
     def _digests_now(self) -> tuple[int, int]:
         """Return the digests of the parities in both slots, as they are in memory; 0 without any."""

@@ -38,7 +38,7 @@ class Code:
     nbytes: int
     room: int
 
-    def groups(self, domains: Domains) -> tuple[CodedGroup, ...]:
+    def groups(self, domains: Sequence[int]) -> tuple[CodedGroup, ...]:
         """Return the groups of ranks in these domains."""
         return fitted(
             grouped(domains, data=self.data, parity=self.parity), nbytes=self.nbytes, room=self.room

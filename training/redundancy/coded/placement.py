@@ -17,6 +17,8 @@ from zbmd.transport.errors import LocalProtocolError
 
 ALIGNMENT = 64
 """Bytes that a block is a multiple of."""
+NAMED_MAX = 8
+"""Failure domains that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,43 @@ def grouped(domains: Sequence[int], *, data: int, parity: int) -> tuple[CodedGro
     order = sorted(range(len(domains)), key=lambda place: (domains[place], place))
     members = [tuple(sorted(order[at::count])) for at in range(count)]
     return tuple(CodedGroup(members=one, parity=min(parity, len(one) - 1)) for one in members)
+
+
+def shortage(names: Sequence[str], *, data: int, parity: int) -> str:
+    """Return why ranks in failure domains of these names, by place, cannot all be protected; or "".
+
+    A group needs ranks in more domains than it has parities, and at most one in each.
+    """
+    if all(group.parity == parity for group in grouped(_numbers(names), data=data, parity=parity)):
+        return ""
+    needed, counts, most = parity + 1, Counter(names), len(names) // (parity + 1)
+    found = f"ec:{data}+{parity} needs {needed} to {data + parity} failure domains"
+    if len(counts) < needed:
+        return f"{found}, there {'is' if len(counts) == 1 else 'are'} {len(counts)}: {_in_words(counts)}"
+    return f"{found} of at most {most} of these {len(names)} ranks each, got {_in_words(counts)}"
+
+
+def described(names: Sequence[str], *, data: int, parity: int) -> str:
+    """Return how ranks in failure domains of these names, by place, are grouped, for people."""
+    sizes = Counter(
+        f"{group.data}+{group.parity}"
+        for group in grouped(_numbers(names), data=data, parity=parity)
+        if group.parity
+    )
+    groups = ", ".join(f"{count} of {size}" for size, count in sizes.items())
+    counts = Counter(names)
+    return f"groups of ranks: {groups}, none with two in one of {len(counts)} domains: {_in_words(counts)}"
+
+
+def _numbers(names: Sequence[str]) -> list[int]:
+    order = tuple(dict.fromkeys(names))
+    return [order.index(name) for name in names]
+
+
+def _in_words(counts: Counter[str]) -> str:
+    shown = [f"{name} ({count})" for name, count in sorted(counts.items())[:NAMED_MAX]]
+    more = len(counts) - NAMED_MAX
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def fitted(groups: Sequence[CodedGroup], *, nbytes: int, room: int) -> tuple[CodedGroup, ...]:

@@ -49,7 +49,7 @@ def parse_redundancy(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domains:
-    """What is known of failure domains before ranks meet. hosts: the number of each rank's.
+    """Failure domains, as far as they are known before ranks meet. hosts: the number of each rank's.
 
     names: the domain of each rank, in no order; None: nobody has named one; empty: not all are known,
     since not all nodes were here when the job was given.

@@ -47,7 +47,6 @@ from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.process.early_template import EarlyTemplate, fork_template
 from zbmd.actors.process.exit import ending_at_broken_invariant
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
-from zbmd.tools.cli.launch_settings import parse_domain
 from zbmd.tools.cli.settings import parse_dashboard
 from zbmd.tools.node.dashboard import ADDRESS_VARIABLE, note_death, opened
 from zbmd.tools.node.run import MORE_PRELOADS
@@ -94,7 +93,7 @@ def add_arguments(up: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--domain",
         metavar="NAME",
-        default=os.environ.get("ZBMD_DOMAIN") or None,
+        default=os.environ.get("ZBMD_DOMAIN"),
         help="this host's failure domain, such as a rack: shards and copies are kept in different ones",
     )
     up.add_argument(
@@ -151,8 +150,11 @@ def node_config(arguments: argparse.Namespace) -> NodeConfig:
         raise UserError("--new begins a cluster, --join and --token join one. Give one or the other.")
     budget = arguments.recovery_budget or os.environ.get(RECOVERY_BUDGET_VARIABLE)
     name = arguments.name or _host_name()
-    if not is_name(name):
-        raise UserError(f"--name {name!r}: give 1 to 64 letters, digits or _.@-, a letter or digit first.")
+    for option, word in (("--name", name), ("--domain", arguments.domain or name)):
+        if not is_name(word):
+            raise UserError(
+                f"{option} {word!r}: give 1 to 64 letters, digits or _.@-, a letter or digit first."
+            )
     return NodeConfig(
         name=name,
         listen=TcpAddress(host="", port=PORT_DEFAULT)
@@ -164,16 +166,9 @@ def node_config(arguments: argparse.Namespace) -> NodeConfig:
         cookie=cookie or load_or_create_cookie(),
         settings=tcp_settings(),
         release=zbmd.__version__,
-        domain=_domain(arguments.domain),
+        domain=arguments.domain or "",
         capture=CaptureSettings.read(captured_into(arguments.capture), job=0),
     )
-
-
-def _domain(text: str | None) -> str:
-    try:
-        return "" if text is None else parse_domain(text)
-    except UserError as error:
-        raise UserError(f"--domain: {error}") from None
 
 
 def captured_into(directory: str | None) -> dict[str, str]:

@@ -58,6 +58,14 @@ def test_the_merged_settings_can_be_read_back() -> None:
     assert "# log_dir is not set" in lines
 
 
+def test_a_failure_domain_is_a_name_in_the_environment_or_an_option() -> None:
+    assert merge({}, {"ZBMD_DOMAIN": "rack-7"}, None)["domain"] == "rack-7"
+    assert merge({"domain": "row.2@north"}, {"ZBMD_DOMAIN": "rack-7"}, None)["domain"] == "row.2@north"
+    for text in ("rack 7", "a,b", "a=1", "x" * 65):
+        with pytest.raises(UserError, match=r"--domain: expected 1 to 64 letters, digits or _\.@-"):
+            merge({"domain": text}, {}, None)
+
+
 def test_the_environment_of_a_rank_reads_back() -> None:
     told = RankEnvironment(rank=2, world_size=4, incarnation=3, job=7, node_address="zbmd-0-1", ranks_min=2)
     assert RankEnvironment.read(told.variables()) == told

@@ -40,6 +40,7 @@ DOMAINS_VARIABLE: Final = "ZBMD_DOMAINS"
 LISTEN_VARIABLE = "ZBMD_LISTEN"
 RANKS_MIN_VARIABLE = "ZBMD_RANKS_MIN"
 RESUMES_VARIABLE = "ZBMD_RESUMES"
+HOLDS_VARIABLE = "ZBMD_HOLDS_STATE"
 FLIGHTS_VARIABLE: Final = "ZBMD_FLIGHT_DIR"
 """Names the directory of dumps of flight recorders."""
 FLIGHTS_DIRECTORY: Final = "flights"
@@ -98,7 +99,8 @@ class RankEnvironment:
     `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is
     reported, 0: nothing is. local_world_size: ranks of each host, 0 if all of them are on one. ranks_min: so
     few may be left while the job goes on, 0: all are always replaced, or the job ends. resumes: whether the
-    job goes on from memory that an earlier run of it has left.
+    job goes on from memory that an earlier run of it has left. holds: whether memory of ranks outlives the
+    launcher (`--snapshots`).
     """
 
     rank: int
@@ -114,6 +116,7 @@ class RankEnvironment:
     local_world_size: int = 0
     ranks_min: int = 0
     resumes: bool = False
+    holds: bool = False
 
     @property
     def is_again(self) -> bool:
@@ -161,6 +164,7 @@ class RankEnvironment:
             LISTEN_VARIABLE: self.listen,
             RANKS_MIN_VARIABLE: str(self.ranks_min),
             **({RESUMES_VARIABLE: "1"} if self.resumes else {}),
+            **({HOLDS_VARIABLE: "1"} if self.holds else {}),
         }
 
     @classmethod
@@ -182,6 +186,7 @@ class RankEnvironment:
             local_world_size=_ranks_of_each_host(environment),
             ranks_min=_number(environment, RANKS_MIN_VARIABLE, absent=0),
             resumes=_number(environment, RESUMES_VARIABLE, absent=0) > 0,
+            holds=_number(environment, HOLDS_VARIABLE, absent=0) > 0,
         )
 
 

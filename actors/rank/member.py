@@ -512,6 +512,7 @@ async def join(
     inbox_bytes: int = INBOX_BYTES_DEFAULT,
     enter: bool = True,
     outlives: bool = False,
+    leaves_kept: bool = False,
     launched: RankEnvironment | None = None,
 ) -> AsyncGenerator[Worker, None]:
     """Join the job that this process was started for, and leave it at the end.
@@ -521,9 +522,9 @@ async def join(
     `enter=False` it returns before that, and `Worker.view` enters it: the other ranks continue without this
     one until then, so slow preparations belong in between. outlives: have the arena outlive this process, for
     its replacement, which then begins to write to it: no other rank may still want to read there.
-    launched: what a launcher told this process, if not by its environment. Raises
-    `UserError` on a wrong environment and in a child of a rank, `OutOfMemory`, and `PeerLost` if the host is
-    gone. A child that was forked within does not leave: it ends.
+    leaves_kept: leave the launcher's memory to `take_kept_file`. launched: what a launcher told this process,
+    if not by its environment. Raises `UserError` on a wrong environment and in a child of a rank,
+    `OutOfMemory`, and `PeerLost` if the host is gone. A child that was forked within does not leave: it ends.
     """
     found = launched or RankEnvironment.read(os.environ)
     if launched is not None or found is None:
@@ -551,7 +552,8 @@ async def join(
     descriptors.make_room(environment.world_size)
     try:
         wait_ms = RUN_ENDING_MS_MAX if environment.resumes else ENDING_MS_MAX
-        with exclusively(take_kept_fd(os.environ, wanted=outlives), wait_ms=wait_ms) as kept_fd:
+        taken = None if leaves_kept else take_kept_fd(os.environ, wanted=outlives)
+        with exclusively(taken, wait_ms=wait_ms) as kept_fd:
             segment = Segment.create(
                 slot=environment.rank,
                 incarnation=environment.incarnation,

@@ -266,7 +266,7 @@ class World:
     async def _base_group(self, after: int = 0) -> Group:
         """Return the group of all ranks, of a view after `after` in which none is known to have ended."""
         if self._worker is None:
-            membership = join(enter=False, launched=self._launched)
+            membership = join(enter=False, leaves_kept=True, launched=self._launched)
             self._worker = await self._membership.enter_async_context(membership)
             self._world_size = self._worker.world_size
         base = self._base

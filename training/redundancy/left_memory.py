@@ -26,7 +26,7 @@ from zbmd.training.redundancy.stamped import (
     digest_of,
 )
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
-from zbmd.transport.memory.kept import block_of, exclusively
+from zbmd.transport.memory.kept import KeptMemory, block_of, exclusively
 
 DEAD_ENDING_MS_MAX: Final = 5_000
 """Within that the kernel ends a rank that is known to be dead, on a busy machine, too."""
@@ -68,18 +68,23 @@ def damage_logged(version: int, found: int, stamped: int) -> None:
 
 def left_by_predecessor(worker: Worker, known: int) -> list[FoundState]:
     """Return what the process before this one has left in its arena, and this one has not taken over."""
-    kept, found = worker.segment.kept, list[FoundState]()
-    for block in () if kept is None else STATE_BLOCKS:
-        assert kept is not None
+    kept = worker.segment.kept
+    return [] if kept is None else left_in(kept, worker.job, known)
+
+
+def left_in(kept: KeptMemory, run: int, known: int) -> list[FoundState]:
+    """Return the states of a run that a process has left in its memory, from version `known`."""
+    found = list[FoundState]()
+    for block in STATE_BLOCKS:
         nbytes = kept.left(block)
         if not nbytes:
             continue
         name = StateName.decoded(kept.peek(block, NAME.size))
-        if name is None or name.run != worker.job or name.nbytes != nbytes:
+        if name is None or name.run != run or name.nbytes != nbytes:
             kept.release(block)  # of no use
             continue
         memory, _ = kept.block(block, nbytes)
-        worker.segment.arena.ready(memory)
+        kept.ready(memory)
         left = LeftMemory(memory, name, known)
         left.release = partial(kept.release, block)
         found.append(left)

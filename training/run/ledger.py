@@ -441,11 +441,7 @@ class RunLog:
     def append(self, record: CommitRecord) -> None:
         """Log a version; see `CommitLog.append`. Raises `UserError` if the log of those before it is gone."""
         if self._log is None and record.version > self.first + 1 and not self._is_ours():
-            raise UserError(
-                f"the state of this run that memory has held is at step {record.version}: expected a commit "
-                f"log of the steps before it at {self.path}, found none. Restore the run's directory, or "
-                f"free the memory with `zbmd snapshots --job {self._header.run_id} --drop` and begin again."
-            )
+            raise log_is_gone(self.path, self._header.run_id)
         self._opened().append(record)
 
     def _opened(self) -> CommitLog:
@@ -500,12 +496,21 @@ def nobody_writes(directory: Path) -> Generator[None]:
         os.close(lock)
 
 
+def log_is_gone(path: Path, run_id: str) -> UserError:
+    """Return the error of a state of a run in memory whose log is not there."""
+    return UserError(
+        f"memory has held the state of this run: expected a commit log of the steps before it at {path}, "
+        f"found none. Restore the run's directory, or free the memory with `zbmd snapshots --job {run_id} "
+        "--drop` and begin again."
+    )
+
+
 def begin_log(directory: Path, resumed: Path | None) -> None:
     """Raise `UserError` if a run that goes on from `resumed` must not log in `directory`: one is there."""
     path = directory / LOG_NAME
     inside = None if resumed is None else folder_of(resumed)
-    if inside is None or inside.resolve() != directory.resolve():
-        require_no_log(path)
+    if (inside is None or inside.resolve() != directory.resolve()) and has_log(path):
+        raise _of_another_run(path, read_log(path)[0])
 
 
 def _continue(path: Path, header: LogHeader) -> None:
@@ -518,12 +523,6 @@ def _continue(path: Path, header: LogHeader) -> None:
         kept = {}
     parts = [_packed(header), *map(_packed, kept.values())]
     write_atomically(path, lambda file: file.write(b"".join(parts)))
-
-
-def require_no_log(path: Path) -> None:
-    """Raise `UserError` if there is a log at `path`, where a new run begins."""
-    if has_log(path):
-        raise _of_another_run(path, read_log(path)[0])
 
 
 def _of_another_run(path: Path, header: LogHeader) -> UserError:

@@ -38,6 +38,7 @@ from zbmd.collectives.scenarios.hosted_job import (
 from zbmd.collectives.scenarios.node import NodeProcess
 from zbmd.collectives.scenarios.repair import CALL_NS_MAX, GO_ON_SHARE, TICK_NS_MAX, Meeting, conditions_of
 from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.ballots import Ballot
 from zbmd.training.torch.fsdp.division import Move, Report
 from zbmd.training.torch.shares import Shares
 from zbmd.transport import sim
@@ -113,7 +114,7 @@ class Told(NamedTuple):
 class Voted(NamedTuple):
     """The vote of a rank, and whether it asks all to take others in."""
 
-    ballot: tx.Ballot
+    ballot: Ballot
     asks: bool
 
 
@@ -263,7 +264,7 @@ class LoopRank(MemberProcess):
             case _:
                 return None
 
-    def _ballot(self) -> tx.Ballot:
+    def _ballot(self) -> Ballot:
         (vote,) = self._handle(tx.Prepared())
         assert isinstance(vote, tx.Vote)
         return vote.ballot
@@ -373,8 +374,8 @@ class LoopRank(MemberProcess):
                     raise AssertionError(f"{self.member} fails: {action.reason}")
                 case tx.Vote() | tx.Meet() | tx.Deliver() | Move():
                     raise AssertionError(f"{action} is performed where it is asked for")
-                case tx.Divide() | tx.Agree() | tx.Adopt():
-                    raise AssertionError(f"{action}, and each rank is replaced in its place")
+                case tx.Divide() | tx.Agree() | tx.Adopt() | tx.Recall():
+                    raise AssertionError(f"{action}, and each rank is replaced in its place by a survivor's")
                 case _:
                     assert_never(action)
         if self.stages:  # another replacement waits for the state

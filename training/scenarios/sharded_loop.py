@@ -32,6 +32,7 @@ from zbmd.training.scenarios.loop import (
     build,
 )
 from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.ballots import Ballot
 from zbmd.training.torch.fsdp.division import (
     Division,
     Move,
@@ -87,7 +88,7 @@ class ShardRank(LoopRank):
         self.shards = world
         self.ward: Delivery | None = None
         """The gradients of the ward that this rank holds."""
-        self.ballot: tx.Ballot | None = None
+        self.ballot: Ballot | None = None
         self.received: Received | None = None
         self.reports: tuple[Report, ...] = ()
         """Those of the last meeting."""
@@ -122,7 +123,7 @@ class ShardRank(LoopRank):
         self.held.own.update(rows_at(self.size, self.place, self.content))
         return self._begin("reports", now_ns)
 
-    def _ballot(self) -> tx.Ballot:
+    def _ballot(self) -> Ballot:
         assert self.ballot is not None
         return self.ballot
 

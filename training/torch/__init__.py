@@ -2,5 +2,5 @@
 
 `run` has the loop; `transaction` the protocol of its steps, sans-I/O; `meetings` performs it where all meet;
 `shares` and `ddp` divide a batch; `fsdp` has the shards of FSDP2, their copies and divisions; `rollback`,
-`transfer`, `batches`, `checkpoints` and `saved` what a step, a repetition and a new run need of PyTorch.
+`transfer` and `batches` what a step and a repetition need of PyTorch; `durable` what a new run goes on from.
 """

@@ -21,6 +21,7 @@ from zbmd.collectives.torch.world import ScriptsEnded, world
 from zbmd.training.run.journal import captured_machine
 from zbmd.training.torch import points
 from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.durable.memory import LoopMemory
 from zbmd.training.torch.encoding import from_blob, to_blob
 from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp.division import Move, What
@@ -41,11 +42,20 @@ AGAIN_MAX: Final = 64
 class Meetings:
     """Those of one rank, whose state is `state`. version: that it begins with. fresh: it replaces another.
 
-    shrinks: whether the loop goes on with any number of ranks.
+    memory: has what a fresh rank may recall. shrinks: whether the loop goes on with any number of ranks.
     """
 
-    def __init__(self, worker: Worker, state: LoopState, *, version: int, fresh: bool, shrinks: bool) -> None:
-        self._worker, self._state, self._shrinks = worker, state, shrinks
+    def __init__(
+        self,
+        worker: Worker,
+        state: LoopState,
+        memory: LoopMemory,
+        *,
+        version: int,
+        fresh: bool,
+        shrinks: bool,
+    ) -> None:
+        self._worker, self._state, self._shrinks, self._memory = worker, state, shrinks, memory
         self.divides = False
         """Whether the loop has had other ranks than at its beginning, so that shares are divided."""
         self._timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
@@ -56,6 +66,7 @@ class Meetings:
             sharded=state.shards is not None,
             place=state.rank,
             size=state.ranks,
+            held=memory.held if fresh else (),
         )
         self._captured = captured_machine(
             worker, tx.TRANSACTION, "loop", self.machine, tx.transaction_config(self.machine)
@@ -98,7 +109,7 @@ class Meetings:
             state.seed = self.exchange.found(
                 names, state.seed, options=options, version=self.machine.version, refusal=refusal
             )
-            if state.shards is not None:
+            while self.machine.phase in (tx.Phase.MEETING, tx.Phase.FRESH):
                 self._perform(self.do(self._met()))
         except LOSSES as error:
             CONTINUITY.note(error)
@@ -161,6 +172,10 @@ class Meetings:
                 case tx.Repeat():
                     self._settle()
                     self._state.go_back()
+                case tx.Recall(held=held):
+                    self._memory.recall(held, self._state)
+                    faults.hit(points.RECALLED)
+                    self._perform(self.do(tx.Recalled()))
                 case tx.Give(to=places):
                     self._state.give(self.exchange.group, places, self.machine.version)
                 case tx.Take(source=source):

@@ -24,3 +24,10 @@ DIVIDED: Final = faults.declare(
     "loop.divided", "when a rank has its part of a state that is divided again, before all agree"
 )
 AGREED: Final = faults.declare("loop.agreed", "when all have their parts, before this rank adopts its own")
+HELD: Final = faults.declare(
+    "loop.held", "when a committed step begins to be copied to memory that outlives its rank"
+)
+HELD_WHOLE: Final = faults.declare("loop.held_whole", "when that copy is whole")
+RECALLED: Final = faults.declare(
+    "loop.recalled", "when a rank has its state from that memory, before the others know"
+)

@@ -10,7 +10,7 @@ from zbmd.collectives.torch.work import as_torch_error
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.index import KEEP_DEFAULT, Retention
 from zbmd.training.checkpoint.pace import Every
-from zbmd.training.torch.checkpoints import Options, Saves
+from zbmd.training.torch.durable.checkpoints import Options, Saves
 from zbmd.training.torch.run import Run
 from zbmd.transport.errors import UserError, ZbmdError
 

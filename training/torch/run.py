@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from zbmd.actors.rank.member import Worker
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
 from zbmd.training.checkpoint.sharded import Piece
 from zbmd.training.redundancy.interface import Wish
@@ -22,16 +22,18 @@ from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
-from zbmd.training.torch.checkpoints import LoopCheckpoints, Options
 from zbmd.training.torch.ddp import ReplicatedShares
+from zbmd.training.torch.durable.checkpoints import LoopCheckpoints, Options
+from zbmd.training.torch.durable.memory import LoopMemory
+from zbmd.training.torch.durable.recorder import Recorder, claiming, plan_of
+from zbmd.training.torch.durable.saved import agreed_name, pieces_of, resume
 from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp.gradients import ShardedShares
 from zbmd.training.torch.meetings import Meetings, supervised
-from zbmd.training.torch.recorder import Recorder, claiming, plan_of
 from zbmd.training.torch.rollback import seed_all
-from zbmd.training.torch.saved import agreed_name, pieces_of, resume
 from zbmd.training.torch.shares import Shares
 from zbmd.training.torch.state import LoopState
+from zbmd.training.torch.step import Step, StepAborted
 from zbmd.training.torch.transfer import Position
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -41,25 +43,6 @@ dist: Any = importlib.import_module("torch.distributed")
 
 CallP = ParamSpec("CallP")
 ResultT = TypeVar("ResultT")
-
-
-class StepAborted(BaseException):
-    """Ends the body of a step that is to be repeated; `with run.step()` takes it."""
-
-
-class Step:
-    """`with run.step():` the body is one step, which is repeated if a rank is lost before its commit."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._run.begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return self._run.end(error)
 
 
 class Run:
@@ -114,23 +97,37 @@ class Run:
         self._plan = plan_of(models, optimizers, self._shares.shares)
         if options.exact or ranks < self._shares.shares:
             self._shares.assign(self._state.rank, ranks)
-        fresh = CONTINUITY.mode is Mode.ALONE
-        founds_in = None if fresh or self._state.rank else options.out
-        with nullcontext("") if founds_in is None else claiming(founds_in, resume=options.resume) as taken:
-            version, refused = (0, "") if fresh else self._resumed(seed, taken)
-            self._meetings = Meetings(
-                worker, self._state, version=version, fresh=fresh, shrinks=self._shrinks
-            )
-            self._state.keep()
-            if fresh:
+        self._run_id = f"{worker.job:016x}"
+        self._memory = LoopMemory(worker, launched, self._plan.text())
+        CONTINUITY.at_leave(self._memory.close)
+        self._begin(worker, seed, replaces=CONTINUITY.mode is Mode.ALONE)
+        CONTINUITY.enter()
+
+    def _begin(self, worker: Worker, seed: int | None, *, replaces: bool) -> None:
+        """Have the state to begin with: of others, from memory, from a checkpoint, or a new one.
+
+        replaces: this rank another one.
+        """
+        options, state = self._options, self._state
+        limit = timedelta(seconds=CONTINUITY.groups[0].limit_s)
+        recalls = not replaces and self._memory.agree(Exchange(limit), state.rank)
+        fresh, held = replaces or recalls, self._run_id if recalls else ""
+        out = None if replaces or state.rank else options.out
+        with nullcontext("") if out is None else claiming(out, resume=options.resume, held=held) as taken:
+            version, refused = (0, taken) if fresh else self._resumed(seed, taken)
+            of = worker, state, self._memory
+            self._meetings = Meetings(*of, version=version, fresh=fresh, shrinks=self._shrinks)
+            state.keep()
+            if replaces:
                 self._meetings.recover()
             else:
                 self._meetings.found(options=options.text(), refusal=refused)
+            self._memory.enter(self._meetings.exchange.group, is_sharded=state.shards is not None)
             self._divide_shares()
-            self._run_id = f"{worker.job:016x}"
             self._open_checkpoints(fresh=fresh)  # which reads what steps after the last checkpoint have noted
             self._open_recorder(fresh=fresh)
-        CONTINUITY.enter()
+        if recalls:
+            self._memory.tell_resumed(self.steps, state.rank)
 
     def _shares_of(self, shares: int) -> Shares:
         state, exact = self._state, self._options.exact
@@ -397,7 +394,9 @@ class Run:
             raise
 
     def _begin_beside(self, step: int) -> None:
-        """A transaction begins beside a checkpoint: one that is no step may write all of the state."""
+        """A transaction begins beside copies of the state: one that is no step may write all of it."""
+        if not self._is_step:
+            self._memory.staged()
         if self._checkpoints is not None and self._is_step:
             self._checkpoints.begin_step(step + 1, decides=self._state.rank == 0)
         elif self._checkpoints is not None:
@@ -433,8 +432,11 @@ class Run:
             CONTINUITY.end_tail()
 
     def _reached(self) -> None:
-        """A transaction has ended: begin a checkpoint, if it was a step after which one is due."""
-        if self._checkpoints is not None and self._is_step and not self._meetings.is_over:
+        """A transaction has ended: after a step, copy it to memory, and begin a checkpoint if one is due."""
+        if not self._is_step or self._meetings.is_over:
+            return
+        self._memory.keep(self._state, self.version)
+        if self._checkpoints is not None:
             asked = Wish(votes.asked_in(self._state.rows))
             self._checkpoints.reached(self._meetings.exchange.group, self.steps, asked, self._pieces)
 
@@ -479,8 +481,9 @@ class Run:
         try:
             if CONTINUITY.broken is not None:
                 raise CONTINUITY.broken
+            self._memory.staged()  # the update writes what is copied
             if self._checkpoints is not None:
-                self._checkpoints.staged()  # the update writes what is copied
+                self._checkpoints.staged()
             rows = self._vote(updates=updates)
             self._grows_after = self._meetings.epoch if votes.asked_in(rows) & votes.MEET else 0
             self._meetings.do(tx.AllVoted(ballots=tuple(votes.ballot_of(row) for row in rows)))
@@ -532,11 +535,13 @@ class Run:
             self._meet(self._meetings.grow)
 
     def _meet(self, meeting: Callable[[], bool]) -> bool:
+        self._memory.staged()
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         promoted = meeting()
         if self._meetings.is_over:
             return promoted
+        self._memory.enter(self._meetings.exchange.group, is_sharded=self._state.shards is not None)
         self._divide_shares()
         if self._checkpoints is not None:
             self._checkpoints.enter(self._meetings.epoch, self._state.rank)

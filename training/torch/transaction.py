@@ -26,20 +26,25 @@ After a loss, a rank that is behind promotes before any shard moves (the others 
 where transactions begin, and a fresh rank takes the rest of the state from the first, its shard from its
 buddy, and the copy that it is to keep from its ward (`Move`).
 
+Each rank keeps its last committed steps in memory that outlives it (`durable.memory`), and reports which. If
+no rank has the state, or none a part of it, and what fresh ranks hold makes up for that, they take it from
+there (`Recall`), and all meet again: then they have it, as if they had never been lost.
+
 If there are fewer or more ranks than before, the sharded state is divided again (`fsdp.division`): all
 receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (`Adopt`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeAlias
 
+from zbmd.training.torch.ballots import Ballot, other_copy, other_state
 from zbmd.training.torch.fsdp.division import (
     Division,
+    Held,
     Holder,
     Move,
     Report,
@@ -47,10 +52,11 @@ from zbmd.training.torch.fsdp.division import (
     holders_of,
     is_divided,
     lost_part,
+    missing_held,
     moves_of,
+    newest_held,
     next_number,
     settled,
-    ward_of,
 )
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
@@ -71,24 +77,11 @@ class Phase(Enum):
     MEETING = "meeting"
     SHARING = "sharing"
     TAKING = "taking"
+    RECALLING = "recalling"
     DIVIDING = "dividing"
     ENDED = "ended"
     """Others have finished their scripts: the last transaction is committed, and no further one can be."""
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ballot:
-    """A vote. holds: whether the rank can make its ward's update as well; only of a sharded state.
-
-    digests: of the parts of the state before the transaction; of a sharded one, of each parameter with its
-    moments. copy: the same, of the copy of the ward's shard. Empty: they are not compared.
-    """
-
-    version: int
-    holds: bool = False
-    digests: tuple[int, ...] = ()
-    copy: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +144,11 @@ class Taken:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """A copy of the ward's shard is here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """The state that memory has held is this rank's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +226,13 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Take what this rank's memory holds, which is then its part of the state."""
+
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Divide:
     """Exchange parts of the state of `version` with all, and keep what has come beside the own part.
 
@@ -264,9 +269,9 @@ class Fail:
 
 
 Event: TypeAlias = (
-    Prepared | Delivered | AllVoted | Cut | Met | Ended | Shared | Taken | Kept | Divided | Agreed
+    Prepared | Delivered | AllVoted | Cut | Met | Ended | Shared | Taken | Kept | Recalled | Divided | Agreed
 )
-AtMeetings: TypeAlias = Meet | Share | Promote | Repeat | Give | Take | Move | Divide | Agree | Adopt
+AtMeetings: TypeAlias = Meet | Share | Promote | Repeat | Give | Take | Recall | Move | Divide | Agree | Adopt
 Action: TypeAlias = Deliver | Vote | Commit | Fail | AtMeetings
 
 
@@ -274,16 +279,25 @@ class Transactions:
     """The machine of one rank. fresh: it replaces another. sharded: each rank has a part of the state.
 
     place, size: of this rank among the first ones, for a sharded state. That begins with a meeting, which
-    gives each rank the copy that it keeps.
+    gives each rank the copy that it keeps. held: what memory holds for a fresh rank.
     """
 
     def __init__(
-        self, *, version: int = 0, fresh: bool = False, sharded: bool = False, place: int = 0, size: int = 1
+        self,
+        *,
+        version: int = 0,
+        fresh: bool = False,
+        sharded: bool = False,
+        place: int = 0,
+        size: int = 1,
+        held: tuple[Held, ...] = (),
     ) -> None:
         self.version = version
         self.phase = Phase.FRESH if fresh else Phase.MEETING if sharded else Phase.OPEN
         self.voted = self.keeps = False
-        self.fresh, self.sharded = fresh, sharded
+        self.fresh, self.sharded, self.held = fresh, sharded, held
+        self._recalls: tuple[Held, int] | None = None
+        """What is being taken from memory, and the number of the division that it is a part of."""
         self._prepares = Prepared()
         """The transaction whose gradients are being delivered."""
         self._place = self._source = 0
@@ -315,6 +329,7 @@ class Transactions:
             keeps=self.keeps,
             division=self.division,
             ready=self.ready,
+            held=self.held if self.fresh else (),
         )
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
@@ -345,6 +360,8 @@ class Transactions:
                 return self._go_on()
             case Taken():
                 return self._taken(event)
+            case Recalled():
+                return self._recalled(event)
             case Divided():
                 self._expect(event, Phase.DIVIDING)
                 self.ready, self.version = self._next, self._target
@@ -364,7 +381,8 @@ class Transactions:
         assert not (self.fresh and self.voted), "a fresh rank has voted"
         assert not (self.fresh and self.keeps), "a fresh rank has a copy"
         assert self.phase is not Phase.VOTED or self.voted
-        assert self.fresh or self.phase not in (Phase.FRESH, Phase.TAKING), "an old rank takes a state"
+        takes = (Phase.FRESH, Phase.TAKING, Phase.RECALLING)
+        assert self.fresh or self.phase not in takes, "an old rank takes a state"
         assert not self.fresh or self.phase not in (Phase.OPEN, Phase.VOTED, Phase.ENDED), (
             "a fresh rank computes"
         )
@@ -398,11 +416,11 @@ class Transactions:
         without = [place for place, ballot in enumerate(event.ballots) if ballot.holds != self.sharded]
         if without:
             return self._fail(f"rank {without[0]} votes without its ward's gradients: others run other code")
-        compare = _other_copy if self.sharded else _other_state
+        compare = other_copy if self.sharded else other_state
         other = compare(self.version, event.ballots)
         if other is not None:
             self.phase = Phase.FAILED
-            return [other]
+            return [Fail(lost=False, reason=other.reason, parameter=other.parameter)]
         self._commit()
         return [Commit(version=self.version)]
 
@@ -434,7 +452,10 @@ class Transactions:
         """Bring all ranks to the same version, and each to its part of the state."""
         old = [place for place, report in enumerate(reports) if not report.fresh]
         if not old:
-            return self._fail("all ranks that had the state are lost", lost=True)
+            newest = newest_held(reports)
+            if newest is None:
+                return self._fail("all ranks that had the state are lost", lost=True)
+            return self._recall(newest.version, newest.size, range(newest.size), 0)
         target = max(reports[place].version for place in old)
         for place in old:
             report = reports[place]
@@ -458,7 +479,10 @@ class Transactions:
         if len(numbers) > 1:
             return self._fail(f"ranks have parts of several divisions: {[each.division for each in reports]}")
         if lost := lost_part(reports):
-            return self._fail(lost, lost=True)
+            missing = missing_held(reports, self._target)
+            if not missing:
+                return self._fail(lost, lost=True)
+            return self._recall(self._target, len(holders_of(reports)), missing, max(numbers))
         moves, self._next = moves_of(reports, self._target, self._source), None
         if not is_divided(reports):
             moves = [each for each in moves if each.what is What.REST]
@@ -500,6 +524,25 @@ class Transactions:
         self.phase = Phase.ENDED
         return [Promote(version=self.version)]
 
+    def _recall(self, version: int, size: int, places: Collection[int], number: int) -> list[Action]:
+        """Take one of these parts from memory, if it is there, and meet again. number: of the division."""
+        own = (each for each in self.held if (each.version, each.size) == (version, size))
+        held = next((each for each in own if self.fresh and each.place in places), None)
+        if held is None:
+            self.phase = Phase.FRESH if self.fresh else Phase.MEETING
+            return [Meet()]
+        self.phase, self._recalls = Phase.RECALLING, (held, number)
+        return [Recall(held=held)]
+
+    def _recalled(self, event: Recalled) -> list[Action]:
+        self._expect(event, Phase.RECALLING)
+        assert self._recalls is not None
+        held, number = self._recalls
+        self.version, self.fresh, self.keeps, self.phase = held.version, False, False, Phase.MEETING
+        if self.sharded:
+            self.division = Division(number=number, size=held.size, place=held.place)
+        return [Meet()]
+
     def _taken(self, event: Taken) -> list[Action]:
         self._expect(event, Phase.TAKING)
         self.version, self.fresh, self.phase = event.version, False, Phase.OPEN
@@ -511,45 +554,6 @@ class Transactions:
     def _fail(self, reason: str, *, lost: bool = False) -> list[Action]:
         self.phase = Phase.FAILED
         return [Fail(lost=lost, reason=reason)]
-
-
-def _other_state(version: int, ballots: Sequence[Ballot]) -> Fail | None:
-    """Return the failure of ranks whose state is not that of most others; None: all have the same."""
-    rows = [ballot.digests for ballot in ballots]
-    if len(set(rows)) <= 1:
-        return None
-    usual, count = Counter(rows).most_common(1)[0]
-    odd = [place for place, row in enumerate(rows) if row != usual]
-    pairs = enumerate(zip(rows[odd[0]], usual, strict=False))
-    first = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(rows[odd[0]]), len(usual)))
-    told = ", ".join(f"{row[first]:016x}" if first < len(row) else "none" for row in rows)
-    most = f"; most have those of rank {rows.index(usual)}, not of {odd}" if 2 * count > len(rows) else ""
-    return Fail(
-        lost=False,
-        reason=f"the state of version {version} is not the same on all ranks (digests {told}){most}: memory "
-        "or a processor has erred, or the script changes parameters on some ranks alone; start the run "
-        "again, from its last checkpoint",
-        parameter=first,
-    )
-
-
-def _other_copy(version: int, ballots: Sequence[Ballot]) -> Fail | None:
-    """Return the failure of the first rank whose copy is not its ward's shard; None: all are the same."""
-    for place, ballot in enumerate(ballots):
-        ward = ward_of(place, len(ballots))
-        shard = ballots[ward].digests
-        if not ballot.copy or ballot.copy == shard:
-            continue
-        pairs = enumerate(zip(ballot.copy, shard, strict=False))
-        first = next((at for at, pair in pairs if pair[0] != pair[1]), None)
-        return Fail(
-            lost=False,
-            reason=f"the shard of rank {ward} and its copy on rank {place} are not the same in version "
-            f"{version}: memory or a processor of one of them has erred, or the script changes parameters "
-            "outside of optimizer.step(); start the run again, from its last checkpoint",
-            parameter=first,
-        )
-    return None
 
 
 # ---- capture
@@ -564,6 +568,7 @@ def transaction_config(machine: Transactions) -> dict[str, Any]:
         "sharded": machine.sharded,
         "place": place,
         "size": size,
+        "held": machine.held,
     }
 
 
@@ -572,5 +577,5 @@ def _build(config: Mapping[str, Any]) -> Transactions:
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 6, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 7, _build, events=Event, actions=Action, states=(Transactions,)
 )

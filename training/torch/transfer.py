@@ -151,7 +151,7 @@ def receive_tree(group: Group, source: int, own: Sequence[tuple[str, Any]] = ())
     data = np.zeros(size[0], np.uint8)
     receive(data)
     header = decode_header(data.tobytes())
-    _require_same([described(name, tensor) for name, tensor in own], header.own)
+    require_same([described(name, tensor) for name, tensor in own], header.own)
     for _, tensor in own:
         flat = tensor.detach().contiguous()
         receive(bytes_over(flat))
@@ -195,7 +195,8 @@ def described(name: str, tensor: Any) -> str:
     return f"{name}: {tensor_text(tensor.dtype, tensor.shape)}"
 
 
-def _require_same(here: list[str], there: list[str]) -> None:
+def require_same(here: list[str], there: list[str]) -> None:
+    """Raise `UserError` if the tensors of a model are described otherwise elsewhere."""
     for mine, theirs in zip([*here, "nothing"], [*there, "nothing"], strict=False):
         if mine != theirs:
             raise UserError(f"the model differs between ranks: {mine} on the replacement, {theirs} elsewhere")

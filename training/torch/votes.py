@@ -14,8 +14,8 @@ import msgspec
 
 from zbmd.training.checkpoint.saving import Progress, Report
 from zbmd.training.run.loop_steps import Drawn
+from zbmd.training.torch.ballots import Ballot
 from zbmd.training.torch.encoding import from_blob, to_blob
-from zbmd.training.torch.transaction import Ballot
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
 _HEAD: Final = struct.Struct("<qIIBBBQIII")

@@ -372,6 +372,16 @@ def fill_memfd(name: str, fd: int, nbytes: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
 
 
+def grow_memfd(name: str, fd: int, nbytes: int) -> None:
+    """Allocate so many bytes more behind those of a memfd, which cannot shrink then. Raises `OutOfMemory`."""
+    _require(name, nbytes)
+    size = os.fstat(fd).st_size
+    os.ftruncate(fd, size + nbytes)
+    _allocate(name, fd, size, nbytes)
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+
 class Filler:
     """Allocates the pages of a sealed memfd from `begin` to `end` on a thread of its own.
 

@@ -405,6 +405,7 @@ class HostedJob:
             listen=self._listen,
             ranks_min=spec.ranks_min,
             resumes=self._snapshots is not None and self._snapshots.resumes,
+            holds=self._snapshots is not None,
         )
         return ForkRequest(
             job=spec.job,

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 formats: Any = importlib.import_module("zbmd.training.checkpoint.formats.dcp")
-saved: Any = importlib.import_module("zbmd.training.torch.saved")
+saved: Any = importlib.import_module("zbmd.training.torch.durable.saved")
 states: Any = importlib.import_module("zbmd.training.torch.state")
 
 GPT = GPTConfig(context=8, width=16, heads=2, layers=2)

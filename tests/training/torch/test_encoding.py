@@ -21,7 +21,7 @@ encoding: Any = importlib.import_module("zbmd.training.torch.encoding")
 votes: Any = importlib.import_module("zbmd.training.torch.votes")
 transfer: Any = importlib.import_module("zbmd.training.torch.transfer")
 continuity: Any = importlib.import_module("zbmd.collectives.torch.continuity")
-tx: Any = importlib.import_module("zbmd.training.torch.transaction")
+Ballot: Any = importlib.import_module("zbmd.training.torch.ballots").Ballot
 
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**80), 2**80), st.floats(allow_nan=False), st.text(), st.binary()
@@ -126,14 +126,14 @@ def test_any_tree_is_a_state_or_a_typed_error(tree: Any) -> None:
 def test_a_vote_carries_means_and_what_is_a_ranks_own() -> None:
     rows = [
         votes.pack(
-            tx.Ballot(version=3, digests=(2**64 - 1,)), [{"b": 1.0 + rank, "a": 4.0}], {"x": torch.ones(rank)}
+            Ballot(version=3, digests=(2**64 - 1,)), [{"b": 1.0 + rank, "a": 4.0}], {"x": torch.ones(rank)}
         )
         for rank in range(3)
     ]
-    assert votes.ballot_of(rows[1]) == tx.Ballot(version=3, digests=(2**64 - 1,))
+    assert votes.ballot_of(rows[1]) == Ballot(version=3, digests=(2**64 - 1,))
     assert votes.means_of(rows, ["a", "b"]) == {"a": 4.0, "b": 2.0}
     assert torch.equal(votes.own_of(rows[2])["x"], torch.ones(2))
-    compared = tx.Ballot(version=64, holds=True, digests=(1, 2**64 - 1), copy=(3,))
+    compared = Ballot(version=64, holds=True, digests=(1, 2**64 - 1), copy=(3,))
     row = votes.pack(compared, [{"a": 4.0}], {"x": torch.ones(2)})
     assert votes.ballot_of(row) == compared and votes.means_of([row], ["a"]) == {"a": 4.0}
     assert torch.equal(votes.own_of(row)["x"], torch.ones(2)) and votes.noted_of(row, 2) is None

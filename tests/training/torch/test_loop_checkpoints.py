@@ -31,9 +31,9 @@ from zbmd.transport.errors import UserError
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
-saved: Any = importlib.import_module("zbmd.training.torch.saved")
+saved: Any = importlib.import_module("zbmd.training.torch.durable.saved")
 states: Any = importlib.import_module("zbmd.training.torch.state")
-recorder: Any = importlib.import_module("zbmd.training.torch.recorder")
+recorder: Any = importlib.import_module("zbmd.training.torch.durable.recorder")
 
 DDP, FSDP = PROGRAMS / "training/resilient_ddp.py", PROGRAMS / "torch/resilient_fsdp.py"
 RECORDED = PROGRAMS / "torch/recorded_loop.py"

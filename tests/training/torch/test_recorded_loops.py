@@ -21,11 +21,11 @@ from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.run.audit import LoopAudit, Proof
 from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
 from zbmd.training.run.loop_steps import Drawn, Ids, LoopPlan
-from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.ballots import Ballot
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
-recorder: Any = importlib.import_module("zbmd.training.torch.recorder")
+recorder: Any = importlib.import_module("zbmd.training.torch.durable.recorder")
 votes: Any = importlib.import_module("zbmd.training.torch.votes")
 
 PROGRAM = PROGRAMS / "torch/recorded_loop.py"
@@ -169,7 +169,7 @@ def rows(step: int, loss: float = 1.0) -> tuple[bytes, ...]:
         )
         for rank in range(2)
     ]
-    return tuple(votes.pack(tx.Ballot(version=step), [{"loss": loss}], {}, each) for each in noted)
+    return tuple(votes.pack(Ballot(version=step), [{"loss": loss}], {}, each) for each in noted)
 
 
 def test_a_torn_record_is_cut_off_and_written_again(tmp_path: Path) -> None:

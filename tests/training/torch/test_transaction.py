@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.ballots import Ballot
 from zbmd.training.torch.fsdp.division import Division, Move, Report, What, buddy_of, ward_of
-from zbmd.training.torch.transaction import Ballot, Phase, Transactions
+from zbmd.training.torch.transaction import Phase, Transactions
 from zbmd.transport.errors import LocalProtocolError
 
 

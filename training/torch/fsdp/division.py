@@ -27,12 +27,25 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Part `place` of `size` of the state of `version`, in memory that outlives its rank.
+
+    A state that all ranks have alike is part 0 of 1.
+    """
+
+    version: int
+    place: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A rank's account of itself when all meet.
 
     version: of its state; of a fresh rank that of what it has received, if `ready` is something.
     keeps: whether it has a copy of its ward's part. division: its part of a sharded state; None: it has none.
     ready: a part that it has received, of a division of which it does not know whether all agree.
+    held: what memory holds for a fresh rank.
     """
 
     version: int
@@ -41,6 +54,7 @@ class Report:
     keeps: bool = False
     division: Division | None = None
     ready: Division | None = None
+    held: tuple[Held, ...] = ()
 
 
 class What(Enum):
@@ -136,6 +150,7 @@ def settled(reports: Sequence[Report]) -> list[Report]:
                 fresh=each.fresh and not adopts,
                 keeps=each.keeps or adopts,
                 division=each.ready if adopts else each.division,
+                held=() if adopts else each.held,
             )
         )
     return found
@@ -181,6 +196,26 @@ def lost_part(reports: Sequence[Report]) -> str:
             f"{place}'s shard: a shard survives if its rank or the next one lives; {again}"
         )
     return ""
+
+
+def newest_held(reports: Sequence[Report]) -> Held | None:
+    """Return the newest state, by one of its parts, of which memory holds all; None: there is none."""
+    every = {each for report in reports for each in report.held}
+    whole = [
+        each
+        for each in every
+        if all(Held(version=each.version, place=at, size=each.size) in every for at in range(each.size))
+    ]
+    return max(whole, key=lambda each: (each.version, each.size, each.place), default=None)
+
+
+def missing_held(reports: Sequence[Report], version: int) -> list[int]:
+    """Return the parts that no rank has, if the memory of fresh ranks holds all of them at `version`."""
+    holders = holders_of(reports)
+    held = {each for report in reports if report.fresh for each in report.held}
+    missing = [place for place, holder in enumerate(holders) if holder is None]
+    there = (Held(version=version, place=place, size=len(holders)) in held for place in missing)
+    return missing if all(there) else []
 
 
 def moves_of(reports: Sequence[Report], version: int, source: int) -> list[Move]:

@@ -16,6 +16,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.torch.fsdp.division import (
     Division,
+    Held,
     Holder,
     What,
     buddy_of,
@@ -141,6 +142,17 @@ class Shards:
             raise UserError("a second optimizer.step() in one run.step(): one step over FSDP2 has one update")
         self._holds = False
         self._replica.replay(self._in.read())
+
+    def state(self) -> Any:
+        """Return this rank's shard, as `recall` takes it."""
+        return self._own.state()
+
+    def recall(self, held: Held, state: Any) -> None:
+        """Have a part that memory has held, which may be of another number of ranks."""
+        if (held.place, held.size) == (self._rank, self._size):
+            self._own.load(state)
+        else:  # it is divided again, with the others', in the next meeting
+            self._adopted = _Received(Division(number=0, size=held.size, place=held.place), state, None)
 
     def digests(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the digests of this rank's shard, and of the copy that it keeps, by parameter."""

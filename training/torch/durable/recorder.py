@@ -30,6 +30,7 @@ from zbmd.training.run.ledger import (
     RunLog,
     has_log,
     locked,
+    log_is_gone,
     nobody_writes,
     read_header,
 )
@@ -46,18 +47,20 @@ LOSS: Final = "loss"
 
 
 @contextmanager
-def claiming(out: Path, *, resume: bool) -> Generator[str]:
+def claiming(out: Path, *, resume: bool, held: str = "") -> Generator[str]:
     """Keep other loops out of `out` meanwhile; yield why this one must not be recorded there, "" if it may.
 
-    resume: whether it goes on with the run that is there.
+    resume: whether it goes on with the run that is there. held: the run that it goes on with from memory.
     """
     with ExitStack() as claim:
         refused = ""
         try:
             claim.enter_context(claimed(out))
-            if resume:
+            if resume or held:
                 with nobody_writes(out):
                     pass
+                if held and (not has_log(path := out / LOG_NAME) or read_header(path).run_id != held):
+                    refused = str(log_is_gone(path, held))
             elif has_log(path := out / LOG_NAME):
                 header = read_header(path)
                 refused = (
@@ -161,8 +164,14 @@ class Recorder:
         self._is_closed = False
 
     def amend(self, rows: Sequence[bytes], step: int, epoch: int) -> None:
-        """Have the log end with `step`, the last one that is committed. rows: the last votes."""
+        """Have the log end with `step`, the last one that is committed. rows: the last votes.
+
+        Of a state from memory of which the newest version was damaged, the log may have two steps more.
+        """
         last = self._log.last_version()
+        if last == step + 2:
+            self._log.take_back(last)
+            last -= 1
         todo = amendment(logged=last, step=step)
         if todo is Amend.TAKE_BACK:
             self._log.take_back(last)

@@ -1,0 +1,67 @@
+"""The votes of ranks, and what they say of each other's states. Imports nothing of PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zbmd.training.torch.fsdp.division import ward_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot:
+    """A vote. holds: whether the rank can make its ward's update as well; only of a sharded state.
+
+    digests: of the parts of the state before the transaction; of a sharded one, of each parameter with its
+    moments. copy: the same, of the copy of the ward's shard. Empty: they are not compared.
+    """
+
+    version: int
+    holds: bool = False
+    digests: tuple[int, ...] = ()
+    copy: tuple[int, ...] = ()
+
+
+class Difference(NamedTuple):
+    """States that are not what they have to be. parameter: the first one, in the order of digests."""
+
+    reason: str
+    parameter: int | None
+
+
+def other_state(version: int, ballots: Sequence[Ballot]) -> Difference | None:
+    """Return which ranks' state is not that of most others; None: all have the same."""
+    rows = [ballot.digests for ballot in ballots]
+    if len(set(rows)) <= 1:
+        return None
+    usual, count = Counter(rows).most_common(1)[0]
+    odd = [place for place, row in enumerate(rows) if row != usual]
+    pairs = enumerate(zip(rows[odd[0]], usual, strict=False))
+    first = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(rows[odd[0]]), len(usual)))
+    told = ", ".join(f"{row[first]:016x}" if first < len(row) else "none" for row in rows)
+    most = f"; most have those of rank {rows.index(usual)}, not of {odd}" if 2 * count > len(rows) else ""
+    return Difference(
+        f"the state of version {version} is not the same on all ranks (digests {told}){most}: memory "
+        "or a processor has erred, or the script changes parameters on some ranks alone; start the run "
+        "again, from its last checkpoint",
+        first,
+    )
+
+
+def other_copy(version: int, ballots: Sequence[Ballot]) -> Difference | None:
+    """Return the first rank whose copy is not its ward's shard; None: all are the same."""
+    for place, ballot in enumerate(ballots):
+        ward = ward_of(place, len(ballots))
+        shard = ballots[ward].digests
+        if not ballot.copy or ballot.copy == shard:
+            continue
+        pairs = enumerate(zip(ballot.copy, shard, strict=False))
+        return Difference(
+            f"the shard of rank {ward} and its copy on rank {place} are not the same in version "
+            f"{version}: memory or a processor of one of them has erred, or the script changes parameters "
+            "outside of optimizer.step(); start the run again, from its last checkpoint",
+            next((at for at, pair in pairs if pair[0] != pair[1]), None),
+        )
+    return None

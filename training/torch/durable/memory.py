@@ -1,0 +1,363 @@
+"""The state of a loop in memory that outlives its rank: each committed step, in one of two slots.
+
+The launcher keeps that memory, and so does the snapshot process of the host, which outlives the launcher. So
+a loop all of whose ranks are killed at once goes on in memory, when the same command is given again. A thread
+copies the state beside the next forward and backward pass, before this rank votes for the next step: so no
+two ranks are ever further apart than one step, and a step that all hold is in one of the two slots.
+
+A slot has what a replacement gets from a survivor (`transfer`), and this rank's shard. A state that all ranks
+have alike is kept by the first rank of each host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import struct
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import structlog
+import xxhash
+
+from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.rank.host_contracts import KEPT_STATE
+from zbmd.actors.rank.member import Worker
+from zbmd.collectives.group.group import Group, hosts_of
+from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
+from zbmd.collectives.torch.tensors import bytes_over
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.redundancy.holdings import SLOTS
+from zbmd.training.redundancy.left_memory import left_in
+from zbmd.training.redundancy.stamped import (
+    STATE_BLOCKS,
+    FoundState,
+    Note,
+    StampedSlots,
+    StateName,
+)
+from zbmd.training.torch import points
+from zbmd.training.torch.encoding import decode, encode, name_of
+from zbmd.training.torch.exchange import Exchange
+from zbmd.training.torch.fsdp.division import Held, Report, newest_held
+from zbmd.training.torch.fsdp.modules import local_of
+from zbmd.training.torch.state import LoopState
+from zbmd.training.torch.transfer import (
+    Header,
+    Shape,
+    decode_header,
+    described,
+    empty,
+    loaded,
+    require_same,
+    rest_of,
+)
+from zbmd.training.torch.votes import without_wishes
+from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import OutOfMemory, RemoteProtocolError
+from zbmd.transport.memory.kept import KeptFile, take_kept_file
+from zbmd.transport.memory.memfd import in_words
+
+torch: Any = importlib.import_module("torch")
+
+log: Final = structlog.stdlib.get_logger("zbmd.torch")
+
+ENDING_MS_MAX: Final = 30_000
+"""Within that the kernel ends the processes of a run that was killed, and workers of loaders notice."""
+PIECE_BYTES: Final = 1 << 20
+"""Copied at once, and read again for the digest while the processor's cache has it."""
+_ALIGNED: Final = 64
+_LENGTH: Final = struct.Struct("<Q")
+_IDENTITY_BITS: Final = 48
+"""Of the digest of a loop's identity: a note has float64 numbers."""
+_SPARE_BYTES: Final = 64 << 10
+"""Room for what a state grows by: what is not tensors may be longer in a later step."""
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A state to be copied: where each piece of memory goes, in order, and the bytes of all."""
+
+    pieces: list[tuple[int, Bytes]]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Two slots in one block of the memory."""
+
+    name: StateName
+    slots: StampedSlots
+    release: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Store:
+    """The memory of this process that outlives it, and what its loops have there: the newest block last."""
+
+    kept: KeptFile
+    blocks: list[_Block]
+
+
+class LoopMemory:
+    """That of one rank, and what the process before has left there. Used by the thread that trains.
+
+    identity: what another run must have alike to go on from there.
+    """
+
+    def __init__(self, worker: Worker, launched: RankEnvironment, identity: str) -> None:
+        self._worker, self._store = worker, _taken() if launched.holds else None
+        digest = hashlib.blake2b(identity.encode(), digest_size=_IDENTITY_BITS // 8).digest()
+        self._identity = float(int.from_bytes(digest, "little"))
+        self._found: dict[Held, tuple[FoundState, int]] = {}
+        self._refused = False
+        self._sources: list[int] = []
+        """The ranks whose memory the loop goes on from."""
+        self._is_first = self._has_reported = False
+        self._copy: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-held")
+        if self._store is not None:
+            self._find(self._store)
+
+    def _find(self, store: _Store) -> None:
+        """Read what the process before has left: whole versions, by their digests."""
+        for found in left_in(store.kept, self._worker.job, 0):
+            store.blocks.append(_Block(found.name, StampedSlots(found.memory, found.name), found.release))
+            for slot in range(SLOTS):
+                note = found.noted(slot)
+                if len(note) == 2 and note[1] == self._identity:
+                    held = Held(version=int(note[0]), place=found.name.place, size=found.name.ranks)
+                    self._found[held] = found, slot
+                else:
+                    self._refused = self._refused or len(note) > 0
+
+    # What a run before has left.
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """The whole versions that the process before has left, of this loop."""
+        return tuple(sorted(self._found, key=lambda each: (each.version, each.size, each.place)))
+
+    def agree(self, exchange: Exchange, rank: int) -> bool:
+        """Return whether the loop goes on from memory: all of one step is there.
+
+        All ranks call it, before the first step. Rank 0 says why what some of them hold is not used.
+        """
+        own = Report(version=0, voted=False, fresh=True, held=self.held)
+        try:
+            reports, refused = exchange.reports(own, divides=self._refused)
+        except LOSSES as error:  # all meet again before the first step, and then see what is there
+            CONTINUITY.note(error)
+            return bool(self._found)
+        newest = newest_held(reports)
+        if newest is None:
+            if rank == 0 and (refused or any(each.held for each in reports)):
+                other = "a loop over another model, optimizer or number of shares" if refused else ""
+                print(
+                    f"the memory of a run before is not used: it is of {other or 'no step that is whole'}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._forget()
+            return False
+        chosen = newest.version, newest.size
+        self._sources = [
+            at
+            for at, each in enumerate(reports)
+            if any((held.version, held.size) == chosen for held in each.held)
+        ]
+        return True
+
+    def tell_resumed(self, step: int, rank: int) -> None:
+        """Have rank 0 say which step the loop goes on from."""
+        if rank == 0:
+            ranks = ", ".join(map(str, self._sources))
+            print(f"resumed step {step} from the memory of rank {ranks}", file=sys.stderr, flush=True)
+
+    def _forget(self) -> None:
+        """The loop begins without what is there, so no later run must find it."""
+        for block in () if self._store is None else self._store.blocks:
+            for slot in range(SLOTS):
+                block.slots.begin(slot)
+        self._found.clear()
+
+    def recall(self, held: Held, state: LoopState) -> None:
+        """Load what this memory holds. Raises `UserError` if the model is another one."""
+        found, slot = self._found[held]
+        memory = torch.from_numpy(found.slots[slot].view(np.uint8))
+        (length,) = _LENGTH.unpack_from(found.slots[slot].data.cast("B"))
+        begin = _LENGTH.size
+        header = decode_header(memory[begin : begin + length].numpy().tobytes())
+        require_same([described(name, tensor) for name, tensor in state.tensors], header.own)
+        at, inner = begin + length, list[Any]()
+        with torch.no_grad():
+            for into in [*(tensor for _, tensor in state.tensors), *map(empty, header.tensors)]:
+                at, nbytes = _aligned(at), into.numel() * into.element_size()
+                if at + nbytes > memory.numel():
+                    raise RemoteProtocolError(f"a tensor of a state lies beyond its {memory.numel()} bytes")
+                flat = memory[at : at + nbytes].view(into.dtype) if nbytes else into.detach().reshape(-1)
+                into.detach().copy_(flat.view(into.shape))
+                at += nbytes
+                inner.append(into)
+        kept = decode(header.tree, inner[len(header.own) :])
+        carried = loaded(kept["rest"], state.optimizers, state.boundary)
+        if state.shards is not None:
+            state.shards.recall(held, kept["shard"])
+        state.adopt(replace(carried, rows=tuple(without_wishes(row) for row in carried.rows)))
+        log.info("the state is that in memory", step=state.position.step, part=held.place, of=held.size)
+
+    # Each committed step.
+
+    def enter(self, group: Group, *, is_sharded: bool) -> None:
+        """Go on with these ranks, between two steps. is_sharded: whether each has a part of the state."""
+        hosts = hosts_of(group.view, group.members)
+        self._is_first = is_sharded or hosts.index(hosts[group.rank]) == group.rank
+
+    def keep(self, state: LoopState, version: int) -> None:
+        """Begin to copy the state after a committed step. version: of the machine.
+
+        Nothing may write parameters and moments before `staged`; the rest is copied at once.
+        """
+        if self._store is None or not self._is_first:
+            return
+        self.staged()
+        self._found.clear()
+        prepared = _prepared(state, version)
+        part = (0, 1) if state.shards is None else (state.rank, state.ranks)
+        note = np.array([version, self._identity])
+        self._copy = self._pool.submit(self._write, self._store, prepared, part, state.position.step, note)
+
+    def staged(self) -> None:
+        """Wait until the last step is whole in memory. One that cannot be kept is reported and the last."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            try:
+                copy.result()
+            except (OutOfMemory, OSError) as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Keep no more; what is there stays until the job ends. Idempotent."""
+        self.staged()
+        self._pool.shutdown()
+
+    def _give_up(self, error: Exception) -> None:
+        self._forget()  # what is there would soon be older than a checkpoint
+        self._store = None
+        log.warning(
+            "memory keeps no state of this loop any more: if all ranks are killed at once, it goes on from "
+            "its last checkpoint",
+            reason=str(error),
+        )
+
+    def _write(
+        self, store: _Store, prepared: _Prepared, part: tuple[int, int], step: int, note: Note
+    ) -> None:
+        """Copy a state into its slot. On the thread."""
+        slots, slot = self._room(store, prepared.nbytes, part), step % SLOTS
+        slots.begin(slot)
+        faults.hit(points.HELD)
+        digest = _copied(prepared, slots.slots[slot])
+        slots.put_note(slot, note)
+        slots.end(slot, step, digest)
+        faults.hit(points.HELD_WHOLE)
+        if all(slots.version_in(each) is not None for each in range(SLOTS)):
+            while len(store.blocks) > 1:
+                store.blocks.pop(0).release()
+
+    def _room(self, store: _Store, nbytes: int, part: tuple[int, int]) -> StampedSlots:
+        """Return slots for so many bytes of a part, in the block that is the newest from now on."""
+        for block in store.blocks:
+            if (block.name.place, block.name.ranks) == part and 4 * block.name.elements >= nbytes:
+                store.blocks.remove(block)
+                break
+        else:
+            block = self._made(store.kept, -(-(nbytes + _SPARE_BYTES) // 4), *part)
+        store.blocks.append(block)
+        if not self._has_reported:
+            self._has_reported = True
+            self._worker.report({"kind": KEPT_STATE, "bytes": block.name.nbytes})
+        return block.slots
+
+    def _made(self, kept: KeptFile, elements: int, place: int, ranks: int) -> _Block:
+        name = StateName(run=self._worker.job, place=place, ranks=ranks, elements=elements)
+        where = next(one for one in STATE_BLOCKS if not kept.has(one))
+        memory, _ = kept.block(where, name.nbytes)
+        slots = StampedSlots(memory, name)
+        slots.made = 1
+        log.info("each step is kept in memory that outlives this rank", takes=in_words(name.nbytes))
+        return _Block(name, slots, partial(kept.release, where))
+
+
+def _prepared(state: LoopState, version: int) -> _Prepared:
+    """Return the memory of a state, in which what may change before the next vote is a copy."""
+    shards = state.shards
+    rest = rest_of(state.optimizers, state.boundary, state.carried(version), moments=shards is None)
+    tree = {"rest": rest, "shard": None if shards is None else shards.state()}
+    data, inner = encode(tree, "the state of a loop")
+    shapes = [Shape(name_of(tensor.dtype), list(tensor.shape)) for tensor in inner]
+    header = msgspec.msgpack.encode(Header(data, shapes, [described(*each) for each in state.tensors]))
+    head = np.frombuffer(_LENGTH.pack(len(header)) + header, np.uint8)
+    pieces, at, settled = [(0, head)], head.size, _settled(state)
+    for tensor in [*(each for _, each in state.tensors), *inner]:
+        whole = tensor.detach().cpu().contiguous()
+        if whole.data_ptr() == tensor.data_ptr() and whole.data_ptr() not in settled:
+            whole = whole.clone()
+        at = _aligned(at)
+        pieces.append((at, bytes_over(whole)))
+        at += pieces[-1][1].size
+    return _Prepared(pieces, at)
+
+
+def _settled(state: LoopState) -> set[int]:
+    """Return the addresses of what only an update writes: parameters and moments."""
+    parameters = [each for model in state.models for each in model.parameters()]
+    moments = [
+        value for one in state.optimizers for values in one.state.values() for value in values.values()
+    ]
+    tensors = (local_of(each) for each in (*parameters, *moments) if isinstance(each, torch.Tensor))
+    return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+
+
+def _copied(prepared: _Prepared, slot: Array) -> int:
+    """Copy a state into a slot, and return the digest of all of that."""
+    flat, digest, at = slot.view(np.uint8), xxhash.xxh3_64(), 0
+    for begin, source in prepared.pieces:
+        digest.update(flat[at:begin].data)
+        for first in range(0, source.size, PIECE_BYTES):
+            piece = flat[begin + first : begin + min(first + PIECE_BYTES, source.size)]
+            piece[:] = source[first : first + PIECE_BYTES]
+            digest.update(piece.data)
+        at = begin + source.size
+    digest.update(flat[at:].data)
+    return digest.intdigest()
+
+
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGNED) * _ALIGNED
+
+
+_stores: Final = list[_Store]()
+"""That of this process, once a loop has asked for it."""
+
+
+def _taken() -> _Store | None:
+    """Return the memory that outlives this process; None if it was given none, or if there is no more."""
+    if not _stores:
+        try:
+            kept = take_kept_file(os.environ, wait_ms=ENDING_MS_MAX)
+        except (OutOfMemory, OSError) as error:
+            log.warning("no memory outlives this rank", reason=str(error))
+            return None
+        if kept is not None:
+            _stores.append(_Store(kept, []))
+    return _stores[0] if _stores else None

@@ -382,6 +382,12 @@ class KeptFile(KeptMemory):
         self._made[key] = mmap.mmap(self._fd, _whole_pages(nbytes), offset=begin)
         return np.frombuffer(self._made[key], np.uint8, nbytes)
 
+    def close(self) -> None:
+        """Close the descriptor; arrays of blocks stay. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
     def ready(self, array: NDArray[Any]) -> None:
         """See `KeptMemory`: they are allocated with their block."""
 

@@ -1,4 +1,4 @@
-"""Run a script whose ranks stand still where they are to be killed: then their launcher can be killed with them.
+"""Run a script whose ranks stand still where they are to be killed, so that all can be killed at once.
 
 Arguments: the script. A rank that stands prints `rank R stands`; without a fault this is the script alone.
 """

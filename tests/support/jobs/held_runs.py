@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Generator
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 from support.processes.launcher import Running, kill_marked
 from zbmd.actors.snapshots.client import HolderAddress, look
 from zbmd.training.job.overwrite import holders_of
+from zbmd.training.redundancy.stamped import STATE_BLOCK, slots_in
 from zbmd.training.run.ledger import LOG_NAME, read_log
+from zbmd.transport.memory.kept import block_of
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
@@ -92,3 +95,23 @@ def undisturbed(launcher: Launcher, ranks: int, *more: str) -> str:
     ended = launcher.run(*job(ranks, *more, out="calm"))
     assert ended.code == 0, ended
     return weights_of("\n".join(ended.out))
+
+
+def damage(holder: HolderAddress, rank: int, *, newest: bool = False) -> list[int]:
+    """Change one byte of each whole version of a rank, or of the newest alone; return these versions."""
+    found = look(holder.name)
+    assert found is not None
+    block = block_of(found.memory[rank], STATE_BLOCK)
+    assert block is not None
+    held = slots_in(block)
+    assert held is not None
+    name, slots = held
+    data = os.pread(found.memory[rank], os.fstat(found.memory[rank]).st_size, 0)
+    begin = data.find(bytes(block[:64]))  # of the block in the memory
+    versions = [one for one in (slots.version_in(0), slots.version_in(1)) if one is not None]
+    versions = [max(versions)] if newest else versions
+    for version in versions:
+        at = name.head_bytes + version % 2 * name.slot_bytes + name.elements
+        os.pwrite(found.memory[rank], bytes([block[at] ^ 1]), begin + at)
+    found.close()
+    return versions

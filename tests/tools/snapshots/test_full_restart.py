@@ -15,6 +15,7 @@ from programs import PROGRAMS
 from support.jobs.held_runs import (
     HOLDER,
     STEPS,
+    damage,
     job,
     kill_all_when_held,
     killed,
@@ -24,7 +25,7 @@ from support.jobs.held_runs import (
     weights_of,
 )
 
-from zbmd.actors.snapshots.client import HolderAddress, look
+from zbmd.actors.snapshots.client import look
 from zbmd.tools.entry import zbmd as command
 from zbmd.tools.runs.snapshots import DAMAGED, WHOLE, held_runs
 from zbmd.tools.telemetry.ingest import RunDatabase
@@ -32,31 +33,10 @@ from zbmd.tools.telemetry.measures import RunMeasures
 from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.training.checkpoint.sharded import read_names
 from zbmd.training.job.overwrite import holders_of
-from zbmd.training.redundancy.stamped import STATE_BLOCK, slots_in
 from zbmd.training.run.ledger import LOG_NAME, read_log
-from zbmd.transport.memory.kept import block_of
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
-
-
-def damage(holder: HolderAddress, rank: int) -> list[int]:
-    """Change one byte of each whole version that a rank has; return these versions."""
-    found = look(holder.name)
-    assert found is not None
-    block = block_of(found.memory[rank], STATE_BLOCK)
-    assert block is not None
-    held = slots_in(block)
-    assert held is not None
-    name, slots = held
-    data = os.pread(found.memory[rank], os.fstat(found.memory[rank]).st_size, 0)
-    begin = data.find(bytes(block[:64]))  # of the block in the memory
-    versions = [one for one in (slots.version_in(0), slots.version_in(1)) if one is not None]
-    for version in versions:
-        at = name.head_bytes + version % 2 * name.slot_bytes + name.elements
-        os.pwrite(found.memory[rank], bytes([block[at] ^ 1]), begin + at)
-    found.close()
-    return versions
 
 
 @pytest.mark.parametrize(

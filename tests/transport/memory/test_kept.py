@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
-from zbmd.transport.memory.kept import KEPT_FDS_VARIABLE, block_of, exclusively, take_kept_fd
+from zbmd.transport.memory.kept import (
+    KEPT_FDS_VARIABLE,
+    KeptFile,
+    block_of,
+    exclusively,
+    take_kept_fd,
+)
 from zbmd.transport.memory.memfd import TABLE_BYTES, HugePageSupport, PageKind, place
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native import _native
@@ -214,3 +221,113 @@ def test_large_memory_is_filled_while_its_process_goes_on(memory: int) -> None:
     assert os.fstat(memory).st_blocks * 512 >= nbytes and placed.placement.pages is PageKind.BASE
     placed.filler.stop()
     os.close(placed.fd)
+
+
+# Blocks without an arena.
+
+
+@pytest.fixture
+def opened(memory: int) -> Iterator[Callable[[], KeptFile]]:
+    """Opens the memory, as one process after another does."""
+    with ExitStack() as files:
+        yield lambda: files.enter_context(closing(KeptFile(os.dup(memory))))
+
+
+def test_a_file_of_blocks_grows_and_a_replacement_finds_them(
+    memory: int, opened: Callable[[], KeptFile]
+) -> None:
+    first = opened()
+    state, is_old = first.block("state", BLOCK_BYTES)
+    assert not is_old and not state.any()
+    state[:] = 7
+    second, _ = first.block("second", 3 * BLOCK_BYTES)
+    second[:] = 8
+    with pytest.raises(LocalProtocolError, match="in use already"):
+        first.block("state", BLOCK_BYTES)
+    view = block_of(memory, "second")
+    assert view is not None and bytes(view) == bytes([8]) * 3 * BLOCK_BYTES, "a tool reads it"
+
+    after = opened()
+    assert (after.left("state"), after.left("second"), after.left("third")) == (
+        BLOCK_BYTES,
+        3 * BLOCK_BYTES,
+        0,
+    )
+    assert after.peek("state", 2) == b"\7\7"
+    found, is_old = after.block("state", BLOCK_BYTES)
+    assert is_old and (found == 7).all()
+
+
+def test_a_block_that_is_given_back_takes_no_memory(memory: int, opened: Callable[[], KeptFile]) -> None:
+    def allocated() -> int:
+        return os.fstat(memory).st_blocks * 512
+
+    kept = opened()
+    empty = allocated()
+    kept.block("state", BLOCK_BYTES)
+    assert allocated() > empty
+    kept.release("state")
+    assert allocated() == empty and not kept.has("state")
+    kept.block("other", BLOCK_BYTES)
+    left = opened()  # which does not ask for it
+    left.release("other")
+    left.release("other")
+    assert allocated() == empty
+
+
+def test_what_a_killed_process_had_not_listed_yet_is_given_back(
+    memory: int, opened: Callable[[], KeptFile]
+) -> None:
+    kept = opened()
+    kept.block("state", BLOCK_BYTES)
+    listed = os.fstat(memory).st_blocks
+    os.ftruncate(memory, os.fstat(memory).st_size + (1 << 20))
+    os.pwrite(memory, b"x" * (1 << 20), os.fstat(memory).st_size - (1 << 20))
+    found = opened()
+    assert os.fstat(memory).st_blocks == listed
+    assert found.block("state", BLOCK_BYTES)[1]
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory, 0)  # a tool that reads it would die of that
+
+
+@pytest.mark.parametrize("damage", [8, 9, 4095])
+def test_a_damaged_table_of_a_file_has_no_more_blocks(
+    memory: int, opened: Callable[[], KeptFile], damage: int
+) -> None:
+    kept = opened()
+    kept.block("state", BLOCK_BYTES)
+    kept.block("second", BLOCK_BYTES)
+    table = bytearray(os.pread(memory, TABLE_BYTES, 0))
+    table[48:64] = (damage).to_bytes(8, "little") + (BLOCK_BYTES).to_bytes(8, "little")
+    os.pwrite(memory, table, 0)
+    found = opened()
+    assert not found.left("state") and not found.left("second")
+    assert not found.block("state", BLOCK_BYTES)[1]
+
+
+def test_a_process_that_forks_keeps_its_file_from_others_no_longer_than_it_lives(memory: int) -> None:
+    code = """
+import os, signal, sys
+from zbmd.transport.memory.kept import take_kept_file
+assert take_kept_file(os.environ, wait_ms=0) is not None
+assert take_kept_file(os.environ, wait_ms=0) is None, "it is taken once"
+if os.fork() == 0:  # as a worker of a loader is
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, KEPT_FDS_VARIABLE: str(memory)},
+        pass_fds=(memory,),
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline()
+        assert process.wait() != 0
+        with exclusively(memory, wait_ms=0) as taken:
+            assert taken is not None, "its child, which lives, has no lock"
+        process.stdin.close()
+        assert not process.stdout.read()

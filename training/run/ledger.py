@@ -497,7 +497,7 @@ def nobody_writes(directory: Path) -> Generator[None]:
 
 
 def log_is_gone(path: Path, run_id: str) -> UserError:
-    """Return the error of a state of a run in memory whose log is not there."""
+    """Return the error of a state of a run in memory whose log is missing."""
     return UserError(
         f"memory has held the state of this run: expected a commit log of the steps before it at {path}, "
         f"found none. Restore the run's directory, or free the memory with `zbmd snapshots --job {run_id} "

@@ -297,7 +297,7 @@ class Transactions:
         self.voted = self.keeps = False
         self.fresh, self.sharded, self.held = fresh, sharded, held
         self._recalls: tuple[Held, int] | None = None
-        """What is being taken from memory, and the number of the division that it is a part of."""
+        """The part that is being taken from memory, and the number of its division."""
         self._prepares = Prepared()
         """The transaction whose gradients are being delivered."""
         self._place = self._source = 0

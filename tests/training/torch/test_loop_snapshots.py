@@ -45,7 +45,7 @@ def holders(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Generator[No
 def command(program: Path, ranks: int = RANKS) -> tuple[str, ...]:
     """The command line of a loop, whose ranks stand still where they are to be killed."""
     preload = "torch,torch._dynamo,zbmd.training.torch.resilient"
-    script = PROGRAMS / "training/stands.py"
+    script = PROGRAMS / "launched/stands.py"
     return ("run", "-n", str(ranks), "--preload", preload, str(script), str(program))
 
 
@@ -55,7 +55,7 @@ def variables(fault: str = "", out: Path | None = None) -> dict[str, str]:
 
 
 def told_in(text: str) -> dict[str, str]:
-    """What the ranks print of each step, and of their states at the end."""
+    """Return the lines that ranks print of each step, and of their states at the end."""
     return dict(re.findall(r"((?:step \d+|final) rank \d): (.*)", text))
 
 
@@ -66,9 +66,9 @@ def _undisturbed() -> dict[Path, dict[str, str]]:
 
 def undisturbed(launcher: Launcher, program: Path) -> dict[str, str]:
     if program not in _undisturbed():
-        ended = launcher.run(*command(program), **variables())
-        assert ended.code == 0, ended
-        _undisturbed()[program] = told_in("\n".join(ended.out))
+        with started(launcher, *command(program), ZBMD_SNAPSHOTS="off", **variables()) as running:
+            _undisturbed()[program] = told_in(end_of(running))
+            assert "kept in memory" not in running.text
     return _undisturbed()[program]
 
 

@@ -1,4 +1,4 @@
-"""What the machine of a loop does with states that memory has held beyond their ranks."""
+"""The machine of a loop, and states that memory has held beyond their ranks."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
+from programs import PROGRAMS
 
 from zbmd.transport.errors import LocalProtocolError, RemoteProtocolError
 from zbmd.transport.memory.kept import (
@@ -306,19 +307,9 @@ def test_a_damaged_table_of_a_file_has_no_more_blocks(
 
 
 def test_a_process_that_forks_keeps_its_file_from_others_no_longer_than_it_lives(memory: int) -> None:
-    code = """
-import os, signal, sys
-from zbmd.transport.memory.kept import take_kept_file
-assert take_kept_file(os.environ, wait_ms=0) is not None
-assert take_kept_file(os.environ, wait_ms=0) is None, "it is taken once"
-if os.fork() == 0:  # as a worker of a loader is
-    print(os.getpid(), flush=True)
-    sys.stdin.read()
-    os._exit(0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+    program = PROGRAMS / "transport/forks_with_file.py"
     with subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, str(program)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, KEPT_FDS_VARIABLE: str(memory)},

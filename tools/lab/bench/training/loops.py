@@ -1,6 +1,7 @@
 """Measure resilient loops of PyTorch: the cost of a step, and the time from a kill to the next commit.
 
     python -m zbmd.tools.lab.bench.training.loops cost        DDP and FSDP2, 2 ranks, 10 M parameters
+    python -m zbmd.tools.lab.bench.training.loops cost --held   the same, each step kept beyond the ranks
     python -m zbmd.tools.lab.bench.training.loops recovery    4 ranks, 10 M parameters
     python -m zbmd.tools.lab.bench.training.loops recovery --kinds ddp --ranks 2 --width 3072 --layers 9
     python -m zbmd.tools.lab.bench.training.loops recovery --kinds fsdp2 --ranks 2 --width 3072 --layers 19
@@ -30,6 +31,7 @@ from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.view import Outcome
+from zbmd.tools.node.run import snapshot_keeper
 from zbmd.transport.errors import UserError
 
 MODULE: Final = "zbmd.tools.lab.bench.training.loops"
@@ -37,6 +39,8 @@ KINDS: Final = ("ddp", "fsdp2")
 STEPS_BEFORE: Final = 4
 """Undisturbed steps before each kill."""
 WARMUP: Final = 3
+HELD_S: Final = 60.0
+"""The time for which the state outlives a run that fails."""
 
 
 # ---- in the ranks
@@ -171,7 +175,8 @@ async def run_of(arguments: argparse.Namespace, kind: str, watch: Watch) -> None
         environment={"ZBMD_LOOPS_RANK": "1"},
         preload=("torch", "torch._dynamo", "zbmd.training.torch.resilient"),
     )
-    host = watch.host = Host(config, output=watch)
+    keeper = snapshot_keeper(config, HELD_S, watch.lines.append) if arguments.held else None
+    host = watch.host = Host(config, output=watch, snapshots=keeper)
     ended = await host.run()
     if ended.outcome not in (Outcome.SUCCEEDED, Outcome.STOPPED):
         raise UserError(f"{kind} did not end well: {ended.reason}\n" + "\n".join(watch.lines[-20:]))
@@ -203,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=10, help="of width × width (%(default)s)")
     parser.add_argument("--turns", type=int, default=10, help="of each, in cost (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="of a turn, in cost (%(default)s)")
+    parser.add_argument("--held", action="store_true", help="keep each step in memory beyond the ranks")
     parser.add_argument("--kills", type=int, default=5, help="in recovery (%(default)s)")
     arguments = parser.parse_args(argv)
     log_to_stderr()
@@ -214,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        words = f"{kind}: {parameters / 1e6:.1f} M parameters"
+        words = f"{kind}: {parameters / 1e6:.1f} M parameters{', held' if arguments.held else ''}"
         if arguments.what == "cost":
             plain_s, ours_s = cost_of(watch.lines, arguments.steps)
             more = (ours_s / plain_s - 1) * 100

@@ -118,16 +118,16 @@ async def test_all_is_killed_at_once_and_a_damaged_step_is_told_and_passed_over(
 
 
 async def test_shards_of_one_step_are_found_although_a_copy_of_the_next_is_torn(launcher: Launcher) -> None:
-    out, fault = launcher.directory / "run", "rank0:loop.prepared:8,rank1:loop.held:6"  # both in step 7
+    out, fault = launcher.directory / "run", "rank0:loop.prepared:5,rank1:loop.held:4"  # both in step 5
     with started(launcher, *command(FSDP), **variables(fault, out)) as running:
         await asyncio.to_thread(running.until, r"rank \d stands", RANKS)
-        await whole_at(6, {0})
-        await whole_at(5, {0, 1})
+        await whole_at(4, {0})
+        await whole_at(3, {0, 1})
         kill_all(running)
         end_of(running, -signal.SIGKILL)
     with started(launcher, *command(FSDP), **variables(out=out)) as again:
         text = end_of(again)
-    assert "resumed step 5 from the memory of rank 0, 1" in text, text
+    assert "resumed step 3 from the memory of rank 0, 1" in text, text
     check_bits(launcher, FSDP, text)
     assert audit_run(out).is_whole
 

@@ -1,8 +1,12 @@
-"""A data-parallel task of the user's own. Argument: the run's directory."""
+"""A data-parallel task of the user's own; it stands still in step 20 until `go20` is there.
+
+Argument: the run's directory.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from zbmd.training import DataParallelTask, run_task
 
 
 class Line(DataParallelTask):
-    steps, examples, shards, samples = 1500, 64, 4, 4
+    steps, examples, shards, samples = 40, 64, 4, 4
 
     def __init__(self) -> None:
         self.x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -26,6 +30,8 @@ class Line(DataParallelTask):
         return float(error @ error), {"w": self.x[ids].T @ error}
 
     def update(self, old: Any, new: Any, gradient: Any, step: int) -> None:
+        while step == 20 and not Path("go20").exists():
+            threading.Event().wait(0.02)
         new["w"][:] = old["w"] - np.float32(0.3) * gradient["w"] / np.float32(100)
 
 

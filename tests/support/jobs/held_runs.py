@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from programs import PROGRAMS
+
+from support.jobs.by_words import plain_by
 from support.processes.launcher import Running, kill_marked
 from zbmd.actors.snapshots.client import HolderAddress, look
 from zbmd.training.job.overwrite import holders_of
@@ -20,8 +23,13 @@ from zbmd.transport.memory.kept import block_of
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
 
-STEPS = 250
-"""Two ranks take some seconds for them: in one of these their state is held."""
+STEPS = 40
+GATE = 20
+"""Before this step a run waits until a test opens the gate: so long its state is to be held."""
+GATED = (
+    *("--preload", "zbmd.tools.demo.overhead,zbmd.tools.train.command"),
+    str(PROGRAMS / "tools" / "gated.py"),
+)
 OPTIONS = (
     *("--data", "text", "--steps", str(STEPS), "--context", "16", "--width", "16", "--heads", "2"),
     *("--layers", "2", "--sequences-per-shard", "1", "--shards", "4", "--evaluate-every", "0"),
@@ -31,15 +39,24 @@ HOLDER = "zbmd-snapshots"
 
 
 def job(ranks: int, *more: str, out: str = "run") -> tuple[str, ...]:
-    return ("run", "-n", str(ranks), "-m", "zbmd", "train", *OPTIONS, "--out", out, *more)
+    """Return a run that stands still before its gates."""
+    return ("run", "-n", str(ranks), *GATED, "train", *OPTIONS, "--out", out, *more)
 
 
 @contextmanager
-def started(launcher: Launcher, *arguments: str, **variables: str) -> Generator[Running]:
+def started(
+    launcher: Launcher, *arguments: str, gates: tuple[int, ...] = (GATE,), **variables: str
+) -> Generator[Running]:
     """As `Launcher.start`, with snapshots, and a process that holds them may be left behind."""
-    with launcher.session(*arguments, spares=HOLDER, **{"ZBMD_SNAPSHOTS": "60s", **variables}) as running:
+    variables = {"ZBMD_SNAPSHOTS": "60s", "GATES": ",".join(map(str, gates)), **variables}
+    with launcher.session(*arguments, spares=HOLDER, **variables) as running:
         yield running
         running.end()
+
+
+def open_gate(run: Path, gate: int = GATE) -> None:
+    """Have a run go on beyond a step."""
+    (run.parent / f"go{gate}").touch()
 
 
 def kill_all(running: Running) -> None:
@@ -47,8 +64,8 @@ def kill_all(running: Running) -> None:
     kill_marked(running.marker, HOLDER)
 
 
-def until_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> int:
-    """Read steps from `step` until the state of so many ranks is held; return the last one."""
+def until_held(running: Running, ranks: int, run: Path) -> None:
+    """Wait until the state of so many ranks is held."""
 
     def is_held() -> bool:
         for holder in holders_of(run):
@@ -59,16 +76,13 @@ def until_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> int
                 return count == ranks
         return False
 
-    while not is_held():
-        running.until(rf"^step {step} loss")
-        step += 1
-    running.until(rf"^step {step} loss")
-    return step
+    running.until_holds(is_held, f"the state of {ranks} ranks is held")
 
 
 def kill_all_when_held(running: Running, ranks: int, run: Path, *, step: int = 1) -> HolderAddress:
     """Kill a run as a whole in `step` or later, after its state is held; return the process that has it."""
-    until_held(running, ranks, run, step=step)
+    running.until(rf"^step {step} loss")
+    until_held(running, ranks, run)
     kill_all(running)
     assert running.end() == -signal.SIGKILL
     (holder,) = holders_of(run)
@@ -76,9 +90,12 @@ def kill_all_when_held(running: Running, ranks: int, run: Path, *, step: int = 1
 
 
 def killed(launcher: Launcher, ranks: int, *arguments: str) -> HolderAddress:
-    """Start a run and kill it as a whole; return the process that has its state."""
+    """Start a run and kill it as a whole; return the process that has its state. The gate is open then."""
+    run = launcher.directory / "run"
     with started(launcher, *arguments) as running:
-        return kill_all_when_held(running, ranks, launcher.directory / "run")
+        holder = kill_all_when_held(running, ranks, run)
+    open_gate(run)
+    return holder
 
 
 def last_committed(directory: Path) -> int:
@@ -91,10 +108,10 @@ def weights_of(text: str) -> str:
     return found[-1]
 
 
-def undisturbed(launcher: Launcher, ranks: int, *more: str) -> str:
-    ended = launcher.run(*job(ranks, *more, out="calm"))
-    assert ended.code == 0, ended
-    return weights_of("\n".join(ended.out))
+def undisturbed(launcher: Launcher, *more: str) -> str:
+    """Return the weights that a bare loop of the same job ends with."""
+    data, out = launcher.directory / "text", launcher.directory / "calm"
+    return plain_by([*OPTIONS, *more, "--data", str(data), "--out", str(out)]).weights_sha256
 
 
 def damage(holder: HolderAddress, rank: int, *, newest: bool = False) -> list[int]:

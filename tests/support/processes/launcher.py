@@ -80,7 +80,7 @@ class Running:
                 pytest.fail(f"never printed {text!r}:\n{self.text}")
 
     def until_holds(self, holds: Callable[[], bool], what: str) -> None:
-        """Read until something holds that is told nowhere. what: that, for the words of a failure."""
+        """Read until something holds that no line reports. what: that, for the words of a failure."""
         while not holds():
             if self._is_readable(POLL_S):
                 if not self._read() and not holds():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from programs import PROGRAMS
 from support.jobs.held_runs import (
+    GATE,
     HOLDER,
     STEPS,
     damage,
@@ -20,8 +21,10 @@ from support.jobs.held_runs import (
     kill_all_when_held,
     killed,
     last_committed,
+    open_gate,
     started,
     undisturbed,
+    until_held,
     weights_of,
 )
 
@@ -41,22 +44,16 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [
-        (1, ("--steps", "300")),
-        (2, ()),
-        (2, ("--steps", "80", "--mesh", "pp=2")),
-        (2, ("--steps", "80", "--zero", "3")),
-    ],
+    [(1, ()), (2, ()), (2, ("--mesh", "pp=2")), (2, ("--zero", "3"))],
     ids=["one", "replicas", "stages", "sharded"],
 )
 def test_all_is_killed_at_once_and_the_next_run_has_the_same_bits(
     launcher: Launcher, run: Path, ranks: int, more: tuple[str, ...]
 ) -> None:
-    calm = undisturbed(launcher, ranks, *more)
+    calm = undisturbed(launcher)
     holder = killed(launcher, ranks, *job(ranks, *more))
     committed = last_committed(run)
-    steps = int(more[1]) if "--steps" in more else STEPS
-    assert committed < steps
+    assert committed < GATE
     assert not (run / SHARDS_NAME).exists(), "there is no file to go on from"
     (held,) = held_runs([holder], run)
     assert not held.launcher and held.left_s > 0
@@ -71,25 +68,31 @@ def test_all_is_killed_at_once_and_the_next_run_has_the_same_bits(
     first = int(re.findall(r"^step (\d+) loss", again.text, re.MULTILINE)[0])
     assert committed <= first <= committed + 2, "what is in the log may not have been reported"
     assert weights_of(again.text) == calm
-    assert [one.version for one in read_log(run / LOG_NAME)[1]] == list(range(1, steps + 1))
+    assert [one.version for one in read_log(run / LOG_NAME)[1]] == list(range(1, STEPS + 1))
     assert not holders_of(run), "the job has ended"
 
 
+def failed(launcher: Launcher, run: Path) -> str:
+    """Have a rank of a run die once its state is held, and the run fail of it; return what was printed."""
+    fault = f"rank1:job.begin:{GATE + 5}"
+    with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0", ZBMD_FAULT=fault) as running:
+        until_held(running, 2, run)
+        open_gate(run)
+        assert running.end() == 75, running.text
+    return running.text
+
+
 def test_a_run_that_failed_goes_on_too_and_its_last_line_says_so(launcher: Launcher, run: Path) -> None:
-    calm = undisturbed(launcher, 2)
-    fault = {"ZBMD_FAULT": f"rank1:job.begin:{STEPS - 5}"}
-    with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0", **fault) as failed:
-        assert failed.end() == 75, failed.text
-    assert "holds the state of this job for 1min: the same command goes on from there" in failed.text
+    calm = undisturbed(launcher)
+    told = failed(launcher, run)
+    assert "holds the state of this job for 1min: the same command goes on from there" in told
     with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0") as again:
         assert again.end() == 0, again.text
     assert weights_of(again.text) == calm
 
 
 def test_a_held_state_whose_directory_was_removed_is_explained(launcher: Launcher, run: Path) -> None:
-    fault = {"ZBMD_FAULT": f"rank1:job.begin:{STEPS - 5}"}
-    with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0", **fault) as failed:
-        assert failed.end() == 75, failed.text
+    failed(launcher, run)
     (holder,) = holders_of(run)
     run.rename(away := launcher.directory / "away")
     with started(launcher, *job(2), ZBMD_MAX_RESTARTS="0") as refused:
@@ -106,23 +109,23 @@ def test_a_held_state_whose_directory_was_removed_is_explained(launcher: Launche
 def test_the_holder_is_killed_while_the_run_goes_on_and_then_everything_else(
     launcher: Launcher, run: Path
 ) -> None:
-    calm = undisturbed(launcher, 2)
+    calm = undisturbed(launcher)
     with started(launcher, *job(2)) as running:
-        step = 0
-        while not (found := running.processes().get(HOLDER)):
-            running.until(rf"^step {(step := step + 1)} loss")
-        os.kill(found[0], signal.SIGKILL)
+        running.until_holds(lambda: HOLDER in running.processes(), "there is a snapshot process")
+        (holder,) = running.processes()[HOLDER]
+        os.kill(holder, signal.SIGKILL)
         running.until(
-            rf"the snapshot process {found[0]} is lost, killed \(SIGKILL\): another one takes its place"
+            rf"the snapshot process {holder} is lost, killed \(SIGKILL\): another one takes its place"
         )
         kill_all_when_held(running, 2, run)
+    open_gate(run)
     with started(launcher, *job(2)) as again:
         assert again.end() == 0, again.text
     assert "it goes on from there" in again.text and weights_of(again.text) == calm
 
 
 def test_a_damaged_snapshot_is_named_and_another_rank_has_the_same(launcher: Launcher, run: Path) -> None:
-    calm = undisturbed(launcher, 2)
+    calm = undisturbed(launcher)
     holder = killed(launcher, 2, *job(2))
     damaged = damage(holder, 1)
     (held,) = held_runs([holder], run)
@@ -138,13 +141,12 @@ def test_a_damaged_snapshot_is_named_and_another_rank_has_the_same(launcher: Lau
 def test_a_damaged_snapshot_without_another_ends_the_run_with_the_checkpoint_named(
     launcher: Launcher, run: Path
 ) -> None:
-    with started(launcher, *job(1)) as running:
-        running.until(r"^step 3 loss")
-        running.process.send_signal(signal.SIGUSR1)  # to save a checkpoint
-        (saved,) = running.until(r"step (\d+) saved")
-        holder = kill_all_when_held(running, 1, run, step=int(saved[1]) + 5)
+    arguments = job(1, "--checkpoint-every", "5")
+    with started(launcher, *arguments) as running:
+        running.until_holds((run / SHARDS_NAME).exists, "there is a checkpoint")
+        holder = kill_all_when_held(running, 1, run)
     damage(holder, 0)
-    with started(launcher, *job(1)) as again:
+    with started(launcher, *arguments) as again:
         assert again.end() == 2, again.text
     assert "the state in memory is damaged" in again.text
     assert str(Path("run") / SHARDS_NAME) in again.text, "the last durable tier is named"
@@ -154,15 +156,16 @@ def test_a_run_that_is_stopped_leaves_nothing_and_without_snapshots_none_is_held
     launcher: Launcher, run: Path
 ) -> None:
     with started(launcher, *job(2)) as running:
-        step = 0
-        while HOLDER not in running.processes():
-            running.until(rf"^step {(step := step + 1)} loss")
+        running.until(rf"^step {GATE - 1} loss")
+        until_held(running, 2, run)
         os.kill(running.pid, signal.SIGTERM)
+        running.until("SIGTERM received: ranks have")
+        open_gate(run)
         assert running.end() == 128 + signal.SIGTERM, running.text
     launcher.assert_nothing_left(running.marker, running.text)
     assert not holders_of(run)
     with started(launcher, *job(2, out="other"), ZBMD_SNAPSHOTS="off") as running:
-        running.until(rf"^step {min(step + 20, STEPS - 10)} loss")
+        running.until(rf"^step {STEPS} loss")
         assert HOLDER not in running.processes()
 
 
@@ -195,18 +198,16 @@ def test_snapshots_lists_verifies_and_drops(
 ) -> None:
     assert command.main(["snapshots", str(launcher.directory)]) == 0
     assert "no state is held of that here" in capsys.readouterr().out
-    with started(launcher, *job(2, "--checkpoint-every", "100", "--steps", "600")) as running:
-        step = 50
-        while not (run / SHARDS_NAME).exists():
-            running.until(rf"^step {(step := step + 1)} loss")
-        holder = kill_all_when_held(running, 2, run, step=step + 1)
+    with started(launcher, *job(2, "--checkpoint-every", "10")) as running:
+        running.until_holds((run / SHARDS_NAME).exists, "there is a checkpoint")
+        holder = kill_all_when_held(running, 2, run)
     assert command.main(["snapshots", str(run), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     (held,) = shown["runs"]
     assert int(held["job"], 16) == holder.job and held["launcher"] == 0
     assert {one["tier"] for one in held["versions"]} == {"memory"} and len(held["versions"]) == 4
     assert all(one["age_s"] is None or one["age_s"] >= 0 for one in held["versions"])
-    assert shown["checkpoints"][0]["state"] == WHOLE and shown["checkpoints"][0]["version"] % 100 == 0
+    assert shown["checkpoints"][0]["state"] == WHOLE and shown["checkpoints"][0]["version"] == 10
     newest: dict[int, int] = {}
     for one in (one for one in held["versions"] if one["version"] is not None):
         newest[one["rank"]] = max(newest.get(one["rank"], 0), one["version"])

@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.cluster.etcd_server import free_ports
-from support.jobs.held_runs import OPTIONS, kill_all, last_committed, started, undisturbed, weights_of
+from support.jobs.held_runs import (
+    GATE,
+    GATED,
+    OPTIONS,
+    STEPS,
+    kill_all,
+    last_committed,
+    open_gate,
+    started,
+    undisturbed,
+    weights_of,
+)
 from support.processes.launcher import Running
-from support.processes.polling import until
 
 from zbmd.actors.snapshots.client import HolderAddress, drop, find_holders, look
 from zbmd.training.checkpoint.index import SHARDS_NAME
@@ -22,8 +32,6 @@ from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
-
-LONG = ("--steps", "600")
 
 
 @contextmanager
@@ -35,7 +43,7 @@ def nodes(launcher: Launcher, *more: str, numbered: bool = True) -> Generator[li
         for node in range(2):
             number = ("--node-rank", str(node)) if numbered else ()
             options = ("run", "--nnodes", "2", *number, "--rdzv-endpoint", endpoint, "-n", "1")
-            words = (*options, "-m", "zbmd", "train", *OPTIONS, *LONG, "--out", "run", *more)
+            words = (*options, *GATED, "train", *OPTIONS, "--out", "run", *more)
             running.append(stack.enter_context(started(launcher, *words)))
         yield running
 
@@ -55,18 +63,19 @@ def held() -> dict[int, HolderAddress]:
 def test_all_nodes_are_killed_at_once_and_the_next_run_has_the_same_bits(
     launcher: Launcher, run: Path, more: tuple[str, ...]
 ) -> None:
-    calm = undisturbed(launcher, 2, *LONG, *more)
+    calm = undisturbed(launcher)
     try:
         with nodes(launcher, "--checkpoint-every", "0", *more) as running:
-            step = 0
-            while len(set(held().values())) < 2:
-                running[0].until(rf"^step {(step := step + 1)} loss")
-            running[0].until(rf"^step {step + 3} loss")
+            running[0].until(r"^step 3 loss")
+            running[0].until_holds(
+                lambda: len(set(held().values())) == 2, "both nodes have a snapshot process"
+            )
             for node in running:
                 kill_all(node)
             assert [node.end() for node in running] == [-signal.SIGKILL] * 2
+        open_gate(run)
         committed = last_committed(run)
-        assert committed < 600 and not (run / SHARDS_NAME).exists()
+        assert committed < GATE and not (run / SHARDS_NAME).exists()
         with nodes(launcher, "--checkpoint-every", "0", *more) as running:
             assert [node.end() for node in running] == [0, 0], "\n".join(node.text for node in running)
         for rank, node in enumerate(running):
@@ -81,23 +90,25 @@ def test_all_nodes_are_killed_at_once_and_the_next_run_has_the_same_bits(
             drop(address.name)
 
 
-async def test_each_nodes_process_writes_the_shards_of_its_ranks(launcher: Launcher, run: Path) -> None:
+def test_each_nodes_process_writes_the_shards_of_its_ranks(launcher: Launcher, run: Path) -> None:
     """Without numbers, too: a node has that of the ranks whose memory is there."""
-    calm = undisturbed(launcher, 2, *LONG)
+    calm = undisturbed(launcher)
 
-    def is_saved() -> bool:
-        return (run / SHARDS_NAME).exists() and read_names(run).version >= 100
+    def are_saved() -> bool:
+        is_saved = (run / SHARDS_NAME).exists() and read_names(run).version >= 15
+        return is_saved and len(set(held().values())) == 2
 
     try:
-        with nodes(launcher, "--checkpoint-every", "20", numbered=False) as running:
-            await until(lambda: is_saved() and len(set(held().values())) == 2)
+        with nodes(launcher, "--checkpoint-every", "5", numbered=False) as running:
+            running[0].until_holds(are_saved, "both nodes' processes have written step 15")
             for node in running:
                 kill_all(node)
-        assert len(read_names(run).files) == 2 and last_committed(run) < 600
-        with nodes(launcher, "--checkpoint-every", "20", numbered=False) as running:
+        assert len(read_names(run).files) == 2 and last_committed(run) < GATE
+        open_gate(run)
+        with nodes(launcher, "--checkpoint-every", "5", numbered=False) as running:
             assert [node.end() for node in running] == [0, 0], "\n".join(node.text for node in running)
         assert weights_of("\n".join(node.text for node in running)) == calm
-        assert read_names(run).version == 600
+        assert read_names(run).version == STEPS
     finally:
         for address in held().values():
             drop(address.name)

@@ -21,7 +21,7 @@ from zbmd.collectives.torch.work import as_torch_error
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.index import Retention
 from zbmd.training.torch.batches import Marks
-from zbmd.training.torch.checkpoints import Options, Saves
+from zbmd.training.torch.durable.checkpoints import Options, Saves
 from zbmd.training.torch.meetings import supervised
 from zbmd.training.torch.run import Run, StepAborted
 from zbmd.training.torch.transfer import Position

@@ -102,7 +102,7 @@ class HeldLine:
         self._heard.clear()
         self._stem, self._is_copied, self._has_ended = request.stem, False, False
         self._is_lost = self._line is None
-        if self._is_lost:
+        if self._line is None:
             return False
         with _described(request, pieces, self._span) as arguments:
             try:

@@ -26,7 +26,7 @@ from zbmd.transport.sim import (
     run_scenario,
 )
 
-OFTEN = 4
+OFTEN = 2
 WAYS = (
     *("replicas", "files", "buddies", "equal keys beside buddies", "pulls", "rolls back", "follows", "waits"),
     *("is recut", "reshards", "is a spare"),

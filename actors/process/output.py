@@ -39,7 +39,8 @@ Streams = Mapping[StreamName, TextIO]
 class OutputLine:
     """One line of a rank, without its newline.
 
-    is_exit_reason: whether the rank marked it as its reason to end (`exit`); job: 0 if there is only one.
+    rank: negative for a spare; is_exit_reason: whether the rank marked it as its reason to end (`exit`); job:
+    0 if there is only one.
     """
 
     rank: int
@@ -95,6 +96,10 @@ class OutputPump:
         self._shown_at_s = 0.0
         self.tail: deque[str] = deque(maxlen=TAIL_LINES_MAX)
         self._task = self._loop.create_task(self._run(), name=f"output of rank{rank}")
+
+    def become(self, rank: int, incarnation: int) -> None:
+        """Lines are that rank's from now on."""
+        self._rank, self._incarnation = rank, incarnation
 
     async def finish(self) -> None:
         """Deliver everything written before this call, then close, even if others hold the pipe open."""
@@ -206,12 +211,17 @@ class OutputText:
     lends: int = 0
 
 
+def prefix_of(rank: int) -> str:
+    """Return what each line of a rank, or of a spare, begins with."""
+    return "[spare]: " if rank < 0 else f"[rank{rank}]: "
+
+
 def text_of(line: OutputLine, *, stream: StreamName | None = None, **state: bool) -> OutputText:
     """Return a rank's line as it is to be written. stream: of ours, if it is another one."""
     return OutputText(
         stream=stream or line.stream,
         text=line.text.decode(errors="replace"),
-        prefix=f"[rank{line.rank}]: ",
+        prefix=prefix_of(line.rank),
         source=(line.rank, line.incarnation, line.stream),
         **state,
     )

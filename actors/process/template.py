@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import msgspec
 
-from zbmd.actors.process import debugger
+from zbmd.actors.process import debugger, spare
 from zbmd.actors.process.exit import (
     USAGE_EXIT_CODE,
     CausePage,
@@ -57,7 +57,8 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
     third, for standard input, and `keeps` more: the memory that outlives the process, and the pidfd of the
     process that may still write to it.
 
-    job, rank and incarnation name the process in replies.
+    job, rank and incarnation name the process in replies. waits: it is a spare; the last descriptor is its
+    end of the socket on which it waits for a rank, see `zbmd.actors.process.spare`.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
     environment: dict[str, str]
     job: int = 0
     keeps: int = 0
+    waits: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -149,6 +151,8 @@ class Template:
         self._children: dict[int, _Child] = {}  # by pidfd
         self.cause: CausePage | None = None
         """In a child, where it leaves the cause of its failure."""
+        self.spare_fd: int | None = None
+        """In a spare, where it waits for a rank."""
 
     def serve(self) -> ForkRequest | None:
         """Serve requests until the host closes (returns None); in a child, return the request to run."""
@@ -204,11 +208,13 @@ class Template:
         """Drop the template's descriptors, session and parent."""
         end_with_parent(self._pid)
         os.setsid()
-        set_process_name(f"zbmd-rank{request.rank}")
+        set_process_name(spare.SPARE_NAME if request.waits else f"zbmd-rank{request.rank}")
         self._host.close()
         _close_all(list(self._children))
         for other in self._children.values():
             other.cause.close()
+        if request.waits:
+            self.spare_fd = fds.pop()
         if request.keeps:
             request.environment[KEPT_FDS_VARIABLE] = " ".join(map(str, fds[-request.keeps :]))
             del fds[-request.keeps :]
@@ -265,10 +271,15 @@ def _show_exception(kind: type[BaseException], error: BaseException, trace: Trac
     write_exit_reason("".join(traceback.format_exception(kind, error, trace)))
 
 
-def run_target(request: ForkRequest, cause: CausePage | None = None) -> None:
-    """Run the script or module as `__main__`, as `python` would. cause: takes the cause of its failure."""
+def run_target(request: ForkRequest, cause: CausePage | None = None, *, spare_fd: int | None = None) -> None:
+    """Run the script or module as `__main__`, as `python` would.
+
+    cause: takes the cause of its failure; spare_fd: of a spare.
+    """
     pid = os.getpid()
     os.environ.update(request.environment)
+    if spare_fd is not None:
+        spare.begin(spare_fd)
     os.environ.pop(JOINED_VARIABLE, None)  # of a rank that has started this launcher
     script_begins(cause)
     offer_memory()
@@ -318,7 +329,7 @@ def serve_host(fd: int, modules: Sequence[str]) -> NoReturn:
             if request.incarnation:  # a rank, and no process of a pool
                 debugger.install()
             with children_end_here():
-                run_target(request, template.cause)
+                run_target(request, template.cause, spare_fd=template.spare_fd)
         except ZbmdError as error:
             if not needs_no_traceback(error):
                 raise

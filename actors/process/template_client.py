@@ -121,9 +121,11 @@ class TemplateClient:
         stderr_fd: int,
         stdin_fd: int | None = None,
         kept_fds: Sequence[int] | None = None,
+        spare_fd: int | None = None,
     ) -> None:
         """Ask for a child; the caller keeps its descriptors. Answered by `Forked` or `ForkFailed`.
 
+        spare_fd: the spare's end of its socket, with a request that `waits`.
         Raises `UserError` when the request is too large and `TemplateLost` when nobody can take it.
         """
         if self._socket is None:
@@ -135,7 +137,7 @@ class TemplateClient:
                 "Put them into a file and give its name."
             )
         try:
-            fds = (stdout_fd, stderr_fd, stdin_fd, *(kept_fds or ()))
+            fds = (stdout_fd, stderr_fd, stdin_fd, *(kept_fds or ()), spare_fd)
             socket.send_fds(self._socket, [packet], [fd for fd in fds if fd is not None])
         except OSError as error:
             raise TemplateLost(f"the template process takes no requests: {error}") from error

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from zbmd.actors.hangs.progress import (
     PROGRESS_DEADLINE_NS_DEFAULT,
@@ -46,6 +46,10 @@ FLIGHTS_VARIABLE: Final = "ZBMD_FLIGHT_DIR"
 FLIGHTS_DIRECTORY: Final = "flights"
 HOST_MEMORY_VARIABLE = "ZBMD_HOST_MEMORY"
 """Memory that the host had available before any rank started; later, ranks cannot tell whether all fit."""
+
+SPARE_RANKS_VARIABLE: Final = "ZBMD_SPARE_RANKS"
+SPARE_RANKS_MAX: Final = 64
+"""Of a job, on each host."""
 
 PROGRESS_DEADLINE_VARIABLE = "ZBMD_PROGRESS_DEADLINE"
 OFF = "off"
@@ -91,37 +95,27 @@ def parse_arena(text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnvironment:
-    """A rank's place in its job. `node_address`: the name its host listens on; `job`: u64.
+class JobEnvironment:
+    """Settings that all ranks of a job share, known to spares before they have a rank. `job`: u64.
 
-    recovery_budget_ns: what its deadlines are derived from. host: which host this is, an opaque name that all
-    ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
-    `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is
-    reported, 0: nothing is. local_world_size: ranks of each host, 0 if all of them are on one. ranks_min: so
-    few may be left while the job goes on, 0: all are always replaced, or the job ends. resumes: whether the
-    job goes on from memory that an earlier run of it has left. holds: whether memory of ranks outlives the
-    launcher (`--snapshots`).
+    local_world_size: ranks of each host, 0 if all of them are on one. ranks_min: so few may be left while the
+    job goes on, 0: all are always replaced, or the job ends. resumes: whether the job goes on from memory
+    that an earlier run of it has left. holds: whether memory of ranks outlives the launcher (`--snapshots`).
     """
 
-    rank: int
-    world_size: int
-    incarnation: int
     job: int
-    node_address: str
-    arena_bytes: int = ARENA_BYTES_DEFAULT
-    recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
-    progress_deadline_ns: int = PROGRESS_DEADLINE_NS_DEFAULT
-    host: str = ""
-    listen: str = ""
+    world_size: int
     local_world_size: int = 0
     ranks_min: int = 0
     resumes: bool = False
     holds: bool = False
 
-    @property
-    def is_again(self) -> bool:
-        """Whether an earlier process was this rank of this job."""
-        return self.incarnation > 1 or self.resumes
+    @classmethod
+    def read_job(cls, environment: Mapping[str, str]) -> JobEnvironment | None:
+        """Read what a launcher set; None without a launcher. Raises `UserError` if variables are missing."""
+        if environment.get("ZBMD_NODE") is None:
+            return None
+        return JobEnvironment(**_of_job(environment))
 
     @property
     def ranks_per_host(self) -> int:
@@ -132,6 +126,31 @@ class RankEnvironment:
     def hosts(self) -> int:
         """The number of hosts that the job's ranks are on."""
         return -(-self.world_size // self.ranks_per_host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnvironment(JobEnvironment):
+    """A rank's place in its job. `node_address`: the name its host listens on.
+
+    recovery_budget_ns: what its deadlines are derived from. host: which host this is, an opaque name that all
+    ranks of it are given; empty if the job has but one. listen: where to accept members on other hosts,
+    `host:port`, empty if there are none. progress_deadline_ns: what makes no progress for so long is
+    reported, 0: nothing is.
+    """
+
+    rank: int
+    incarnation: int
+    node_address: str
+    arena_bytes: int = ARENA_BYTES_DEFAULT
+    recovery_budget_ns: int = RECOVERY_BUDGET_NS_DEFAULT
+    progress_deadline_ns: int = PROGRESS_DEADLINE_NS_DEFAULT
+    host: str = ""
+    listen: str = ""
+
+    @property
+    def is_again(self) -> bool:
+        """Whether an earlier process was this rank of this job."""
+        return self.incarnation > 1 or self.resumes
 
     @property
     def local_rank(self) -> int:
@@ -173,21 +192,29 @@ class RankEnvironment:
         node_address = environment.get("ZBMD_NODE")
         if node_address is None:
             return None
+        host, listen = _whereabouts(environment)
         return cls(
+            **_of_job(environment),
             rank=_number(environment, "RANK"),
-            world_size=_number(environment, "WORLD_SIZE"),
             incarnation=_number(environment, "ZBMD_INCARNATION"),
-            job=_number(environment, "ZBMD_JOB"),
             node_address=node_address,
             arena_bytes=arena_bytes(environment),
             recovery_budget_ns=recovery_budget_ns(environment),
             progress_deadline_ns=progress_deadline_ns(environment),
-            **_whereabouts(environment),
-            local_world_size=_ranks_of_each_host(environment),
-            ranks_min=_number(environment, RANKS_MIN_VARIABLE, absent=0),
-            resumes=_number(environment, RESUMES_VARIABLE, absent=0) > 0,
-            holds=_number(environment, HOLDS_VARIABLE, absent=0) > 0,
+            host=host,
+            listen=listen,
         )
+
+
+def _of_job(environment: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "job": _number(environment, "ZBMD_JOB"),
+        "world_size": _number(environment, "WORLD_SIZE"),
+        "local_world_size": _ranks_of_each_host(environment),
+        "ranks_min": _number(environment, RANKS_MIN_VARIABLE, absent=0),
+        "resumes": _number(environment, RESUMES_VARIABLE, absent=0) > 0,
+        "holds": _number(environment, HOLDS_VARIABLE, absent=0) > 0,
+    }
 
 
 def _ranks_of_each_host(environment: Mapping[str, str]) -> int:
@@ -196,12 +223,12 @@ def _ranks_of_each_host(environment: Mapping[str, str]) -> int:
     return 0 if count == _number(environment, "WORLD_SIZE") else count
 
 
-def _whereabouts(environment: Mapping[str, str]) -> dict[str, str]:
+def _whereabouts(environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the host that this rank is on, and where it listens."""
     host, listen = environment.get(HOST_VARIABLE, ""), environment.get(LISTEN_VARIABLE, "")
     if links_wanted(environment) == "auto":
-        return {"host": host, "listen": listen}
-    return {"host": f"{host}/{environment['RANK']}", "listen": listen or LISTEN_LOCAL}
+        return host, listen
+    return f"{host}/{environment['RANK']}", listen or LISTEN_LOCAL
 
 
 def domains_text(names: Iterable[str]) -> str:
@@ -276,6 +303,21 @@ def host_memory_bytes(environment: Mapping[str, str]) -> int | None:
     """Return the memory that all ranks of this host may use; None without a launcher. Raises `UserError`."""
     text = environment.get(HOST_MEMORY_VARIABLE)
     return None if text is None else parse_size(text)
+
+
+def parse_spare_ranks(text: str) -> int:
+    """Parse the number of spare ranks of each host. Raises `UserError`."""
+    if not text.isdecimal() or len(text) > DIGITS_MAX or int(text) > SPARE_RANKS_MAX:
+        raise UserError(f"expected 0 to {SPARE_RANKS_MAX} spare ranks of each host, got {text[:64]!r}")
+    return int(text)
+
+
+def spare_ranks(environment: Mapping[str, str]) -> int:
+    """Return the number of spare ranks of each host, from ZBMD_SPARE_RANKS. Raises `UserError`."""
+    try:
+        return parse_spare_ranks(environment.get(SPARE_RANKS_VARIABLE, "0"))
+    except UserError as error:
+        raise UserError(f"{SPARE_RANKS_VARIABLE}: {error}") from None
 
 
 def _number(environment: Mapping[str, str], name: str, *, absent: int | None = None) -> int:

@@ -121,7 +121,15 @@ class RankStatus(Contract, id="zbmd.host.rank_status"):
     actors: tuple[str, ...] | None
 
 
-class NodeStatus(Contract, id="zbmd.host.status", version=2, compatible_from=1):
+class SpareStatus(Contract, id="zbmd.host.spare_status"):
+    """The status of a process that waits for a rank. `memory_bytes`: resident."""
+
+    pid: int
+    state: str
+    memory_bytes: int
+
+
+class NodeStatus(Contract, id="zbmd.host.status", version=3, compatible_from=1):
     """The status of a host. `uptime_s`: since the run began. `hangs`: descriptions of ongoing hangs."""
 
     address: str
@@ -134,6 +142,7 @@ class NodeStatus(Contract, id="zbmd.host.status", version=2, compatible_from=1):
     uptime_s: float
     ranks: tuple[RankStatus, ...]
     hangs: tuple[str, ...] = ()
+    spares: tuple[SpareStatus, ...] = ()
 
 
 ACTORS_NAMED_MAX = 256

@@ -32,6 +32,7 @@ from zbmd.actors.hangs.watchdog import Watchdog
 from zbmd.actors.process.exit import noting_failure
 from zbmd.actors.process.forks import check_is_no_child, membership
 from zbmd.actors.process.log import RankLogFile, log_to_stderr, rank_logger
+from zbmd.actors.process.spare import rank_given
 from zbmd.actors.rank import host_contracts
 from zbmd.actors.rank.environment import (
     RankEnvironment,
@@ -523,9 +524,11 @@ async def join(
     one until then, so slow preparations belong in between. outlives: have the arena outlive this process, for
     its replacement, which then begins to write to it: no other rank may still want to read there.
     leaves_kept: leave the launcher's memory to `take_kept_file`. launched: what a launcher told this process,
-    if not by its environment. Raises `UserError` on a wrong environment and in a child of a rank,
-    `OutOfMemory`, and `PeerLost` if the host is gone. A child that was forked within does not leave: it ends.
+    if not by its environment. A spare waits here first. Raises `UserError` on a wrong environment and in a
+    child of a rank, `OutOfMemory`, and `PeerLost` if the host is gone. A child that was forked within does
+    not leave: it ends.
     """
+    await rank_given()
     found = launched or RankEnvironment.read(os.environ)
     if launched is not None or found is None:
         log_to_stderr()  # as the launcher does for its ranks

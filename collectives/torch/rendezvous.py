@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlparse
 import numpy as np
 import structlog
 
+from zbmd.actors.process.spare import wait_for_rank
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
@@ -74,6 +75,7 @@ def _for_ranks(theirs: Handler) -> Handler:
 
 def _is_for_the_job(url: str) -> bool:
     """Whether the ranks that are to meet are those of the job that this process is a rank of."""
+    wait_for_rank()  # in a spare, whose script has now done all that it does without a rank
     environment = RankEnvironment.read(os.environ)
     if environment is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False

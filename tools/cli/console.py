@@ -21,7 +21,15 @@ import rich.live
 import rich.progress
 from rich.text import Text
 
-from zbmd.actors.process.output import LineWriter, OutputLine, OutputText, PlainOutput, StreamName, text_of
+from zbmd.actors.process.output import (
+    LineWriter,
+    OutputLine,
+    OutputText,
+    PlainOutput,
+    StreamName,
+    prefix_of,
+    text_of,
+)
 
 # The progress line of a training run, and the line that reports a recovery.
 
@@ -281,7 +289,7 @@ class Console:
         """Print lines that a rank wrote to its standard error."""
         assert self._writer is not None
         for text in lines:
-            await self._writer.write("stderr", f"[rank{rank}]: {text}")
+            await self._writer.write("stderr", f"{prefix_of(rank)}{text}")
 
     async def note(self, text: str) -> None:
         """Print something of our own, on standard error."""

@@ -13,7 +13,13 @@ from typing import TypeVar
 from zbmd.actors.cluster.state.job_table import START_TIMEOUT_NS_DEFAULT, STOP_GRACE_NS_DEFAULT
 from zbmd.actors.hangs.progress import PROGRESS_DEADLINE_NS_DEFAULT
 from zbmd.actors.hangs.verdict import OnHang
-from zbmd.actors.rank.environment import ARENA_BYTES_DEFAULT, OFF, parse_arena, parse_progress_deadline
+from zbmd.actors.rank.environment import (
+    ARENA_BYTES_DEFAULT,
+    OFF,
+    parse_arena,
+    parse_progress_deadline,
+    parse_spare_ranks,
+)
 from zbmd.actors.replay.process_capture import parse_bulk
 from zbmd.actors.view import RANKS_MAX, OnLoss
 from zbmd.tools.cli.launch_settings import LAUNCH_SETTINGS, ON, Chosen, Setting, Settings
@@ -165,6 +171,13 @@ SETTINGS = (
         default=60.0,
         metavar="TIME",
         help="the window that --max-restarts counts in; default: 60s",
+    ),
+    Setting(
+        name="spare_ranks",
+        parse=parse_spare_ranks,
+        default=0,
+        metavar="N",
+        help="processes of each host that have begun the script and wait to replace a lost rank; default: 0",
     ),
     Setting(
         name="preload",

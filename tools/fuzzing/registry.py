@@ -85,6 +85,8 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "actors/process/template_client.py": ("template.packet",),
     "actors/rank/environment.py": ("options",),
     "actors/process/template.py": ("template.packet",),
+    "actors/process/spare.py": ("spare.packet",),
+    "actors/cluster/jobs/spare_processes.py": ("spare.packet",),
     "actors/core/wire.py": ("wire.envelope", "wire.pieces", "peer.conversation"),
     "collectives/group/priority_driver.py": ("priority.told",),
     "collectives/repair/adoption.py": ("repair.record",),

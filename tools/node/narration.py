@@ -26,11 +26,14 @@ from zbmd.actors.cluster.jobs.reports import (
     RankReport,
     RankStarted,
     RunResult,
+    SpareLost,
+    SpareReady,
     ViewChanged,
 )
 from zbmd.actors.cluster.state.job_table import MEMORY_ADVICE, Job
 from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.process.exit import USAGE_EXIT_CODE, describe_exit
+from zbmd.actors.process.spare import SPARE_RANK
 from zbmd.actors.replay.process_capture import ProcessCapture
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console, Progress, Recovery
@@ -150,6 +153,13 @@ class RunNarrator:
                     )
             case HangNotice():
                 await self._hung(event)
+            case RankStarted(was_spare=True):
+                words = f"rank {event.rank} is now the spare, pid {event.pid}"
+                await self._console.note(f"{words} (incarnation {event.incarnation})")
+            case SpareReady():
+                await self._console.note(f"a spare rank waits (pid {event.pid})")
+            case SpareLost():
+                await self._spare_lost(event)
             case RankStarted():
                 pass
 
@@ -217,6 +227,18 @@ class RunNarrator:
         if down.next_step != RUN_ENDS:
             await self._console.note(describe_failure(down, words))
         self._lost.append(down)
+
+    async def _spare_lost(self, lost: SpareLost) -> None:
+        words = self._console.take_last_words(SPARE_RANK, lost.number)
+        await self._console.rank_lines(SPARE_RANK, words)
+        said = words or lost.tail
+        why = f"{lost.reason}: {said[-1]}" if said else lost.reason
+        follows = (
+            "no more spares are started, and lost ranks are forked (--max-restarts)"
+            if lost.is_last
+            else "another one is started"
+        )
+        await self._console.note(f"a spare rank (pid {lost.pid}) was lost: {why}; {follows}")
 
     async def _hung(self, notice: HangNotice) -> None:
         if notice.over:

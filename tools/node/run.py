@@ -31,12 +31,13 @@ from zbmd.actors.rank.environment import (
     FLIGHTS_DIRECTORY,
     FLIGHTS_VARIABLE,
     HOST_MEMORY_VARIABLE,
+    SPARE_RANKS_VARIABLE,
 )
 from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VARIABLE, LOG_DIR_VARIABLE
 from zbmd.actors.snapshots.client import tag_of
 from zbmd.actors.snapshots.keeper import SnapshotKeeper
 from zbmd.actors.snapshots.messages import JobIdentity
-from zbmd.actors.view import Outcome
+from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
@@ -106,7 +107,13 @@ def check(job: JobCommand, settings: Settings) -> None:
             )
     ranks, arena_bytes = settings["nproc_per_node"], settings["arena"]
     available = available_memory()
-    needed_bytes = ranks * (arena_bytes + RANK_BYTES)
+    spares = settings["spare_ranks"]
+    if spares and settings["on_loss"] is not OnLoss.REPLACE:
+        raise UserError(
+            f"--spare-ranks {spares} with --on-loss {settings['on_loss'].value}: a spare rank replaces a "
+            "lost one. Give --on-loss replace, or leave --spare-ranks out."
+        )
+    needed_bytes = ranks * arena_bytes + (ranks + spares) * RANK_BYTES
     if needed_bytes > available.nbytes:
         raise UserError(
             f"{ranks} ranks with an arena of {in_words(arena_bytes)} each need about "
@@ -188,6 +195,7 @@ def job_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]
     environment = dict(variables)
     if settings["data"] is not None:
         environment["ZBMD_DATA"] = settings["data"]
+    environment[SPARE_RANKS_VARIABLE] = str(settings["spare_ranks"])
     return HostConfig(
         target=job.target,
         is_module=job.is_module,

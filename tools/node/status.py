@@ -64,7 +64,7 @@ async def collect() -> tuple[list[NodeStatus], list[str]]:
 
 def as_json(nodes: list[NodeStatus], silent: list[str]) -> str:
     """One JSON object, by the fields' names (on the wire they are arrays)."""
-    found = [by_names(node, "ranks") for node in nodes]
+    found = [by_names(node, "ranks", "spares") for node in nodes]
     return msgspec.json.encode({"nodes": found, "silent": silent}).decode()
 
 
@@ -76,6 +76,9 @@ def show(nodes: list[NodeStatus], silent: list[str], screen: rich.console.Consol
             table.add_column(column, justify="left" if column in ("state", "actors") else "right")
         for rank in node.ranks:
             table.add_row(*_row(rank))
+        for spare in node.spares:
+            memory = f"{spare.memory_bytes / (1 << 20):,.0f} MiB"
+            table.add_row("spare", str(spare.pid), "-", spare.state, "-", memory, "-")
         screen.print(table)
         for words in node.hangs:
             screen.print(f"no progress: {words}", soft_wrap=True, markup=False, highlight=False)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save
 
+from zbmd.actors.process.spare import rank_given
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker, join
 from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
@@ -153,6 +154,12 @@ async def run_task(
     if task.examples < 1 or min(task.steps, task.shards, task.samples) < 1:
         raise UserError(f"{type(task).__name__}: examples, steps, shards and samples must be at least 1.")
     require_every(checkpoint_every, "run_task(checkpoint_every=…)")
+    initial = task.initial()
+    wrong = [name for name, array in initial.items() if array.dtype != np.float32]
+    if wrong or not initial:
+        raise UserError(f"{type(task).__name__}.initial: expected float32 arrays, got {wrong or 'none'}.")
+    layout = ParameterLayout.of({name: array.shape for name, array in initial.items()})
+    await rank_given()  # a spare has all but the state by now
     launched = RankEnvironment.read(os.environ)
     again = launched is not None and launched.is_again
     if not again and (launched is None or launched.rank == 0):
@@ -161,11 +168,6 @@ async def run_task(
         resume = newest_whole(resume)
     if not again and resume is not None:
         require_state(resume, plan=task.plan, steps=task.steps)
-    initial = task.initial()
-    wrong = [name for name, array in initial.items() if array.dtype != np.float32]
-    if wrong or not initial:
-        raise UserError(f"{type(task).__name__}.initial: expected float32 arrays, got {wrong or 'none'}.")
-    layout = ParameterLayout.of({name: array.shape for name, array in initial.items()})
     ranks = 1 if launched is None else launched.world_size
     grads = ParameterLayout.of({name: initial[name].shape for name in task.parameters or initial})
     buffers = buffers_most(task.shards, range(1, ranks + 1)) + 1  # and room for the sum

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from zbmd.actors.rank.environment import DOMAINS_VARIABLE, RankEnvironment, domains_in, links_wanted
+from zbmd.actors.rank.environment import DOMAINS_VARIABLE, JobEnvironment, domains_in, links_wanted
 from zbmd.training.job.mesh import Mesh
 from zbmd.training.redundancy.coded.driver import SCRATCH_BYTES
 from zbmd.training.redundancy.coded.field import SHARDS_MAX
@@ -74,7 +74,7 @@ def domains_of(mesh: Mesh) -> Domains:
 
     All ranks of a job know the same of them, however late they start.
     """
-    launched = RankEnvironment.read(os.environ)
+    launched = JobEnvironment.read_job(os.environ)
     here = mesh.world_size if launched is None else launched.ranks_per_host
     each = 1 if links_wanted(os.environ) != "auto" else here
     hosts = tuple(rank // each for rank in range(mesh.world_size))

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.process.spare import is_spare, rank_given
+from zbmd.actors.rank.environment import JobEnvironment, RankEnvironment
 from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.pace import AUTO
@@ -93,7 +94,7 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
         raise UserError("--zero has no stages to divide: omit --chunks and --balance, or give pp.")
     if options.tensorboard:
         require_board()
-    launched = RankEnvironment.read(os.environ)
+    launched = JobEnvironment.read_job(os.environ)
     run = RunData(
         job=0 if launched is None else launched.job,
         begun=has_log(options.out / LOG_NAME) and not options.overwrite,
@@ -166,7 +167,7 @@ def _require_beginning(options: TrainOptions, model: GPTConfig, corpus: Corpus) 
 
 def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     """Raise `UserError` for a recipe for which there is no memory, or that the mesh does not divide."""
-    launched, needed = RankEnvironment.read(os.environ), _bytes_needed(options, mesh, config)
+    launched, needed = JobEnvironment.read_job(os.environ), _bytes_needed(options, mesh, config)
     if launched is None and options.resume is None and holders_of(options.out):
         return  # a snapshot process has most of it
     stages, training = options.stages, options.training
@@ -237,7 +238,7 @@ def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
 
     In a launcher all ranks are of this host.
     """
-    launched = RankEnvironment.read(os.environ)
+    launched = JobEnvironment.read_job(os.environ)
     here = mesh.world_size if launched is None else launched.ranks_per_host
     if options.recuts(mesh):
         return options.redundancy == NONE and options.offload is None
@@ -250,7 +251,7 @@ def _fewest(options: TrainOptions, mesh: Mesh) -> int:
     A state that is sharded is recut for each number, as far as its launcher has it: a rank needs memory
     for its largest part. A rank that is lost takes one place along `dp` with it.
     """
-    launched, ranks, replicas = RankEnvironment.read(os.environ), mesh.world_size, mesh.size(DATA_AXIS)
+    launched, ranks, replicas = JobEnvironment.read_job(os.environ), mesh.world_size, mesh.size(DATA_AXIS)
     if options.recuts(mesh):
         lost = 0 if launched is None else ranks - min(launched.ranks_min or ranks, ranks)
         return ranks // replicas * max(1, replicas - lost)
@@ -342,14 +343,21 @@ async def train(options: TrainOptions, task_of: type[EngineTask] = EngineTask) -
         return await _train(options, task_of)
 
 
+async def _prepared(options: TrainOptions) -> tuple[TrainOptions, Mesh, GPTConfig, Corpus]:
+    """Return the recipe with what it resumes from, and what `prepare` does; a spare then waits for a rank."""
+    job, waits, begins = JobEnvironment.read_job(os.environ), is_spare(), from_whole(options)
+    mesh, model, corpus = prepare(begins, 1 if job is None else job.world_size)
+    await rank_given()
+    return from_whole(options) if waits else begins, mesh, model, corpus
+
+
 async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResult | None:
-    launched = RankEnvironment.read(os.environ)
     if options.plain:
         done = run_plain(options)
         print(msgspec.json.encode(done).decode(), flush=True)
         return done
-    options = from_whole(options)
-    mesh, model, corpus = prepare(options, 1 if launched is None else launched.world_size)
+    options, mesh, model, corpus = await _prepared(options)
+    launched = RankEnvironment.read(os.environ)
     again = launched is not None and launched.is_again
     if not again:
         _require_beginning(options, model, corpus)

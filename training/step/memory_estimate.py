@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from zbmd.actors.rank.environment import RankEnvironment, host_memory_bytes
+from zbmd.actors.rank.environment import JobEnvironment, host_memory_bytes
 from zbmd.training.config import GPTConfig
 from zbmd.transport.errors import OutOfMemory, UserError, ZbmdError
 from zbmd.transport.memory.memfd import available_memory, in_words
@@ -86,7 +86,7 @@ def require_memory(config: GPTConfig, needs: RankMemory, *, ranks: int, advice: 
     Under a launcher, the memory that it grants to its ranks counts; otherwise what this machine and its
     cgroup have available. `advice`: what to choose instead.
     """
-    available_bytes, launched = host_memory_bytes(os.environ), RankEnvironment.read(os.environ)
+    available_bytes, launched = host_memory_bytes(os.environ), JobEnvironment.read_job(os.environ)
     if launched is not None and launched.resumes:
         return  # most of it is there already, with the state in it
     if available_bytes is None:

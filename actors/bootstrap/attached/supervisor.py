@@ -122,6 +122,7 @@ class AttachingTemplate:
         stderr_fd: int,
         stdin_fd: int | None = None,
         kept_fds: Sequence[int] | None = None,
+        spare_fd: int | None = None,
     ) -> None:
         """Wait for the process that is to be the rank; answered by `Forked` once it is there."""
         variables = {

@@ -35,7 +35,7 @@ from zbmd.actors.cluster.jobs.host_links import HostLinks, host_address, host_id
 from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJob
 from zbmd.actors.cluster.jobs.rank_processes import resident_bytes
-from zbmd.actors.cluster.jobs.reports import HostEvent, RankInfo, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankInfo, RankReport, SpareInfo
 from zbmd.actors.cluster.local_deaths import boot_id
 from zbmd.actors.cluster.state.job_table import Job, JobSpec
 from zbmd.actors.cluster.state.node_id import NodeKey
@@ -70,6 +70,7 @@ from zbmd.actors.rank.host_contracts import (
     NodeStatus,
     RankStatus,
     Report,
+    SpareStatus,
     read_report,
 )
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
@@ -251,6 +252,10 @@ class JobHandler(Protocol):
 
     def ranks(self, job: int) -> dict[int, RankInfo]:
         """Return the current processes of the ranks that this node runs or ran."""
+        ...
+
+    def spares(self, job: int) -> list[SpareInfo]:
+        """Return the spares of the job on this node."""
         ...
 
     def noticed(self, key: RankKey, notice: DeathNotice) -> None:
@@ -502,6 +507,10 @@ class HostedJob:
             uptime_s=(time.monotonic_ns() - self._began_ns) / 1e9,
             hangs=() if self._hangs is None else tuple(notice.text for notice in self._hangs.notices),
             ranks=ranks,
+            spares=tuple(
+                SpareStatus(pid=one.pid, state=one.state, memory_bytes=resident_bytes(one.pid))
+                for one in self._handler.spares(self.spec.job)
+            ),
         )
 
     # -- hangs, also on other hosts --------------------------------------------------------------------------

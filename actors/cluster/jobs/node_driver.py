@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import time
 from collections import deque
@@ -20,9 +19,24 @@ from zbmd.actors.cluster.jobs import node_events as e
 from zbmd.actors.cluster.jobs.code_digest import check_code
 from zbmd.actors.cluster.jobs.hosted_job import HostedJob
 from zbmd.actors.cluster.jobs.node_events import RankKey
-from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJob, LocalJobs, ProcessState
-from zbmd.actors.cluster.jobs.rank_processes import PRELOAD, Adopts, RankProcess, RankProcesses
-from zbmd.actors.cluster.jobs.reports import HostEvent, RankInfo, RankStarted, ViewChanged, log_hang
+from zbmd.actors.cluster.jobs.node_machine import LOCAL_JOBS, LocalJob, LocalJobs
+from zbmd.actors.cluster.jobs.rank_processes import (
+    PRELOAD,
+    Adopts,
+    RankProcess,
+    RankProcesses,
+    takes_signal,
+)
+from zbmd.actors.cluster.jobs.reports import (
+    HostEvent,
+    RankInfo,
+    RankStarted,
+    SpareInfo,
+    ViewChanged,
+    log_hang,
+    shown_state,
+)
+from zbmd.actors.cluster.jobs.spare_processes import SpareRanks
 from zbmd.actors.cluster.port import ClusterPort
 from zbmd.actors.cluster.state.job_table import (
     MEMORY_CAUSE,
@@ -31,7 +45,6 @@ from zbmd.actors.cluster.state.job_table import (
     JobPhase,
     JobSpec,
     Order,
-    RankEntry,
     RankUp,
     SlotState,
     Stop,
@@ -42,11 +55,11 @@ from zbmd.actors.contracts import Contract
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.output import LineWriter, OutputSink
+from zbmd.actors.process.template import ForkRequest
 from zbmd.actors.process.template_client import TemplateLost
 from zbmd.actors.rank.host_contracts import EnterView, MemberDown, NodeStatus, ViewInstalled
 from zbmd.actors.routing.routes import RouteTable
 from zbmd.actors.snapshots.keeper import SnapshotKeeper
-from zbmd.actors.view import RankState
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
 from zbmd.transport.clock.hlc import HybridClock
@@ -123,6 +136,7 @@ class JobHost:
         self._busy = False
         self._me: NodeKey | None = None
         self._jobs: dict[int, HostedJob] = {}
+        self._spares = SpareRanks(self)
         self._opened: dict[int, asyncio.Task[None]] = {}
         self._forks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -187,6 +201,7 @@ class JobHost:
             await asyncio.wait(tasks)
         if self._processes is not None:
             await self._processes.close()
+        self._spares.stop()
         for hosted in self._jobs.values():
             await hosted.close()
         if self._closing:
@@ -206,6 +221,7 @@ class JobHost:
     def acts_on(self, view: ClusterView, reason: str) -> None:
         """See `ClusterListener`."""
         self.put(e.ViewActedOn(view=view))
+        self._spares.acts_on(view, self._me)
         for hosted in self._jobs.values():
             self._place(hosted, view)
 
@@ -221,6 +237,7 @@ class JobHost:
     def stopped(self, reason: str) -> None:
         """See `ClusterListener`."""
         self.put(e.IncarnationEnded(reason=reason))
+        self._spares.acts_on(None, self._me)
 
     # -- the machine -------------------------------------------------------------------------------------
 
@@ -252,13 +269,15 @@ class JobHost:
             case e.Close(job=job):
                 self._close_job(job)
             case e.Fork(key=key):
-                self._fork(key)
+                if not self._spares.wants(key):
+                    self.fork_rank(key)
             case e.InstallView(job=job, view=view, to=to):
                 self._jobs[job].links.send(to, ViewInstalled(view=view))
             case e.EnterView(job=job, epoch=epoch, to=to):
                 self._jobs[job].links.send(to, EnterView(epoch=epoch))
                 local = self._machine.jobs[job]
                 self.tell(job, ViewChanged(view=local.view, at_ns=time.monotonic_ns()))
+                self._spares.entered(job)
             case e.AnnounceDown(key=key, reason=reason, confirmed=confirmed, to=to):
                 down = MemberDown(
                     rank=key.rank, incarnation=key.incarnation, reason=reason, confirmed=confirmed
@@ -313,6 +332,8 @@ class JobHost:
             snapshots=self._snapshots,
         )
         self._opened[spec.job] = self._loop.create_task(self._open_checked(hosted))
+        if self._adopts is None:
+            self._spares.open(spec)
 
     async def _open_checked(self, hosted: HostedJob) -> None:
         """Open a job after checking that its code is what was submitted. Raises `CodeDiffers`."""
@@ -325,9 +346,12 @@ class JobHost:
         hosted.placed(self._me, view)
 
     def _close_job(self, job: int) -> None:
+        self._spares.close(job)
         self._task(self._closing, _close_once_open(self._opened.pop(job), self._jobs.pop(job)))
 
-    def _fork(self, key: RankKey) -> None:
+    # -- `SpareOwner` ----------------------------------------------------------------------------------------
+
+    def fork_rank(self, key: RankKey) -> None:
         """Fork a rank as soon as the job's links and the template are ready: at once for a replacement."""
         needed: list[asyncio.Task[Any]] = [self._opened[key.job]]
         needed += [self._template] if self._template is not None else []
@@ -336,21 +360,31 @@ class JobHost:
             return
         try:
             self._opened[key.job].result()
-            if self._template is None:
-                raise TemplateLost(
-                    f"the template process ended {self._templates_lost} times in a row on this node"
-                )
-            master_host = host_of_first_rank(self._port.view, key.job)
-            hosted = self._jobs[key.job]
-            own = self._per_rank[key.rank % len(self._per_rank)] if self._per_rank else {}
-            request = hosted.request(key, master_host=master_host, more=own)
-            self._template.result().fork(request, kept_fd=hosted.kept_fd(key.rank))
+            self.rank_processes().fork(self.request(key), kept_fd=self.kept_fd(key))
         except (ZbmdError, OSError) as error:
             self.put(e.ForkFailed(key=key, reason=str(error)))
 
     async def _fork_after(self, key: RankKey, needed: Sequence[asyncio.Task[Any]]) -> None:
         await asyncio.wait(needed)
-        self._fork(key)
+        self.fork_rank(key)
+
+    def rank_processes(self) -> RankProcesses:
+        """See `SpareOwner`."""
+        if self._template is None:
+            raise TemplateLost(
+                f"the template process ended {self._templates_lost} times in a row on this node"
+            )
+        return self._template.result()
+
+    def request(self, key: RankKey) -> ForkRequest:
+        """See `SpareOwner`."""
+        master_host = host_of_first_rank(self._port.view, key.job)
+        own = self._per_rank[key.rank % len(self._per_rank)] if self._per_rank else {}
+        return self._jobs[key.job].request(key, master_host=master_host, more=own)
+
+    def kept_fd(self, key: RankKey) -> int | None:
+        """See `SpareOwner`."""
+        return self._jobs[key.job].kept_fd(key.rank)
 
     def _task(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -375,9 +409,13 @@ class JobHost:
                 rank=entry.rank,
                 incarnation=entry.incarnation,
                 pid=0 if process is None else process.pid,
-                state=_shown_state(entry, local),
+                state=shown_state(entry, local),
             )
         return infos
+
+    def spares(self, job: int) -> list[SpareInfo]:
+        """Return the spares of a job on this node, also as a `JobHandler`."""
+        return self._spares.infos(job)
 
     def _process(self, key: RankKey) -> RankProcess | None:
         if self._processes is None:
@@ -421,7 +459,7 @@ class JobHost:
 
         Returns how many do.
         """
-        infos = [info for info in self.ranks(job).values() if info.pid and _takes(info.pid, number)]
+        infos = [info for info in self.ranks(job).values() if info.pid and takes_signal(info.pid, number)]
         found = self._port.view.jobs.job(job)
         if local_rank is not None and found is not None:
             infos = [info for info in infos if info.rank % found.spec.ranks_per_node == local_rank]
@@ -461,28 +499,37 @@ class JobHost:
         )
         self._processes = processes
         if before is not None:
-            self._task(self._closing, _close_once_empty(before))
+            self._task(self._closing, before.close_once_empty())
         await processes.start(modules=self._preload, environment=self._environment)
         return processes
 
     def forked(self, process: RankProcess) -> None:
         """See `ProcessHandler`."""
+        if process.rank < 0:
+            self._spares.forked(process)
+            return
         started = RankStarted(
             rank=process.rank,
             incarnation=process.incarnation,
             pid=process.pid,
             asked_ns=process.asked_ns,
             at_ns=time.monotonic_ns(),
+            was_spare=process.was_spare,
         )
         self.tell(process.job, started)
         self.put(e.Forked(key=RankKey(*process.key)))
 
     def fork_failed(self, process: RankProcess, reason: str) -> None:
         """See `ProcessHandler`."""
+        if process.rank < 0:
+            self._spares.fork_failed(process, reason)
+            return
         self.put(e.ForkFailed(key=RankKey(*process.key), reason=reason))
 
     def exited(self, process: RankProcess, code: int) -> Callable[[], None]:
         """See `ProcessHandler`."""
+        if process.rank < 0:
+            return self._spares.exited(process, code)
         key, reason = RankKey(*process.key), describe_exit(code)
         local = self._machine.jobs.get(key.job)
         known = None if local is None else local.processes.get((key.rank, key.incarnation))
@@ -502,7 +549,7 @@ class JobHost:
     def debugging(self, process: RankProcess, *, is_on: bool) -> None:
         """See `ProcessHandler`."""
         hosted = self._jobs.get(process.job)
-        if hosted is not None:
+        if hosted is not None and process.rank >= 0:
             hosted.debugging(process.rank, process.incarnation, is_on=is_on)
 
     def _next_step(self, key: RankKey) -> str:
@@ -539,41 +586,8 @@ class JobHost:
             self._template = None
 
 
-_SHOWN: Final = {
-    ProcessState.FORKING: RankState.WAITING,
-    ProcessState.STARTED: RankState.STARTING,
-    ProcessState.JOINED: RankState.JOINED,
-}
-_ENDED: Final = {SlotState.FINISHED: RankState.FINISHED, SlotState.LOST: RankState.LOST}
-
-
-def _shown_state(entry: RankEntry, local: LocalJob | None) -> RankState:
-    """Return the state of a rank that this node runs or ran, for people."""
-    if entry.state in _ENDED:
-        return _ENDED[entry.state]
-    process = None if local is None else local.processes.get((entry.rank, entry.incarnation))
-    return RankState.WAITING if process is None else _SHOWN[process.state]
-
-
 async def _close_once_open(opened: asyncio.Task[None], hosted: HostedJob) -> None:
     await asyncio.wait([opened])
     if not opened.cancelled() and (error := opened.exception()) is not None:
         log.warning("the job could not be opened here", job=hosted.spec.job, reason=str(error))
     await hosted.close()
-
-
-async def _close_once_empty(processes: RankProcesses) -> None:
-    """Close a lost template's processes once the ends of its ranks are reported."""
-    await processes.empty()
-    await processes.settle()
-    await processes.close()
-
-
-def _takes(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process has a handler for a signal; see SigCgt in proc(5)."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -38,6 +39,16 @@ def resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def takes_signal(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal; see SigCgt in proc(5)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+
+
 class RankProcess:
     """One incarnation of one rank, from the decision to fork it until its last line is delivered."""
 
@@ -57,6 +68,7 @@ class RankProcess:
         """Called when it stops in a debugger, and when it goes on."""
         self.takes_signals = True
         """Whether it may be sent any: not a process that somebody else has started."""
+        self.was_spare = False
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
@@ -72,6 +84,13 @@ class RankProcess:
     def key(self) -> tuple[int, int, int]:
         """Job, rank and incarnation."""
         return self.job, self.rank, self.incarnation
+
+    def become(self, rank: int, incarnation: int) -> None:
+        """It was a spare, and is that rank from now on."""
+        self.rank, self.incarnation, self.was_spare = rank, incarnation, True
+        self.asked_ns = time.monotonic_ns()
+        for pump in self._pumps:
+            pump.become(rank, incarnation)
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -196,6 +215,7 @@ class Template(Protocol):
         stderr_fd: int,
         stdin_fd: int | None = None,
         kept_fds: Sequence[int] | None = None,
+        spare_fd: int | None = None,
     ) -> None:
         """See `TemplateClient`."""
         ...
@@ -257,6 +277,8 @@ class RankProcesses:
         self._stdin_rank = stdin_rank
         self._live: dict[ProcessKey, RankProcess] = {}
         self._draining: dict[ProcessKey, RankProcess] = {}
+        self._renamed: dict[ProcessKey, ProcessKey] = {}
+        """Keys of former spares: as the template knows them, and as they are known now."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -283,14 +305,32 @@ class RankProcesses:
         """The process, until it is reaped."""
         return self._live.get(key)
 
-    def fork(self, request: ForkRequest, *, kept_fd: int | None = None) -> None:
+    def kept_fds(self, job: int, rank: int, kept_fd: int | None) -> Sequence[int] | None:
+        """Return what a new process of a rank is given of `kept_fd`, memory that outlives its processes.
+
+        A predecessor that is still ending may write to it: the process uses it only once that has ended, and
+        is given its pidfd to wait for.
+        """
+        ending = [p for p in self._live.values() if (p.job, p.rank) == (job, rank)]
+        return None if kept_fd is None else kept_after(kept_fd, ending)
+
+    def stdin_fd(self, rank: int) -> int | None:
+        """Return the standard input of a rank; None if it has none."""
+        return 0 if rank == self._stdin_rank else None
+
+    def rename(self, key: ProcessKey, new: ProcessKey) -> RankProcess:
+        """Know a spare as the rank that it is now."""
+        process = self._live.pop(key)
+        process.become(*new[1:])
+        self._live[new], self._renamed[key] = process, new
+        return process
+
+    def fork(self, request: ForkRequest, *, kept_fd: int | None = None, spare_fd: int | None = None) -> None:
         """Make a process; answered by the handler's `forked` or `fork_failed`. Raises `UserError`.
 
-        kept_fd: memory that outlives the rank's processes. A predecessor that is still ending may write to
-        it: the process uses it only once that has ended, and is given its pidfd to wait for.
+        kept_fd: see `kept_fds`; spare_fd: see `TemplateClient`.
         """
-        ending = [p for p in self._live.values() if (p.job, p.rank) == (request.job, request.rank)]
-        kept_fds = None if kept_fd is None else kept_after(kept_fd, ending)
+        kept_fds = self.kept_fds(request.job, request.rank, kept_fd)
         process = RankProcess(request.rank, request.incarnation, self._output, job=request.job)
         process.takes_signals = self._are_ours
         process.on_debugger = lambda one, is_on: self._handler.debugging(one, is_on=is_on)
@@ -301,8 +341,9 @@ class RankProcesses:
                 request,
                 stdout_fd=process.stdout_fd,
                 stderr_fd=process.stderr_fd,
-                stdin_fd=0 if request.rank == self._stdin_rank else None,
+                stdin_fd=self.stdin_fd(request.rank),
                 kept_fds=kept_fds,
+                spare_fd=spare_fd,
             )
         except TemplateLost as error:
             asyncio.get_running_loop().call_soon(self._fork_failed, process, str(error))
@@ -350,8 +391,15 @@ class RankProcesses:
             task.cancel()
             await asyncio.wait([task])
 
+    async def close_once_empty(self) -> None:
+        """Close those of a lost template once the ends of its ranks are reported."""
+        await self.empty()
+        await self.settle()
+        await self.close()
+
     def _on_reply(self, reply: Forked | ForkFailed | ForkExited, pidfd: int | None) -> None:
-        process = self._live[reply.job, reply.rank, reply.incarnation]
+        key = reply.job, reply.rank, reply.incarnation
+        process = self._live[self._renamed.get(key, key)]
         match reply:
             case Forked():
                 assert pidfd is not None
@@ -360,6 +408,7 @@ class RankProcesses:
             case ForkFailed():
                 self._fork_failed(process, reply.reason)
             case ForkExited():
+                self._renamed.pop(key, None)
                 process.cause = reply.cause
                 self._on_exited(process, reply.code)
             case _:

@@ -11,19 +11,25 @@ from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
+from zbmd.actors.cluster.jobs.node_machine import LocalJob, ProcessState
+from zbmd.actors.cluster.state.job_table import RankEntry, SlotState
 from zbmd.actors.hangs.verdict import HangNotice
 from zbmd.actors.view import Outcome, RankState, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStarted:
-    """A process was forked. Times: CLOCK_MONOTONIC, ns. `asked_ns`: when the fork was decided."""
+    """A process was forked. Times: CLOCK_MONOTONIC, ns. `asked_ns`: when the fork was decided.
+
+    was_spare: it was there already, as a spare, and is this rank from now on.
+    """
 
     rank: int
     incarnation: int
     pid: int
     asked_ns: int
     at_ns: int
+    was_spare: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +76,25 @@ class RankReport:
     payload: dict[str, Any]
 
 
-HostEvent = RankStarted | RankDown | ViewChanged | RankReport | HangNotice
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareReady:
+    """A spare waits for a rank."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareLost:
+    """A spare has ended by itself. number: of the spare; is_last: no more are started."""
+
+    number: int
+    pid: int
+    reason: str
+    tail: tuple[str, ...]
+    is_last: bool
+
+
+HostEvent = SpareReady | SpareLost | RankStarted | RankDown | ViewChanged | RankReport | HangNotice
 Observer = Callable[[HostEvent], Awaitable[None]]
 
 log: Final = structlog.stdlib.get_logger("zbmd.actors.host")
@@ -152,6 +176,14 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpareInfo:
+    """A spare of a job on this node; pid 0 before it exists. state: see `SpareState`."""
+
+    pid: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """The result of a run. `failures`: every unexpected end, in order; exit_code: 0 only after success.
 
@@ -165,3 +197,19 @@ class RunResult:
     failures: tuple[RankDown, ...]
     reports_dropped: int
     last_records: Path | None = None
+
+
+_SHOWN: Final = {
+    ProcessState.FORKING: RankState.WAITING,
+    ProcessState.STARTED: RankState.STARTING,
+    ProcessState.JOINED: RankState.JOINED,
+}
+_ENDED: Final = {SlotState.FINISHED: RankState.FINISHED, SlotState.LOST: RankState.LOST}
+
+
+def shown_state(entry: RankEntry, local: LocalJob | None) -> RankState:
+    """Return the state of a rank that this node runs or ran, for people."""
+    if entry.state in _ENDED:
+        return _ENDED[entry.state]
+    process = None if local is None else local.processes.get((entry.rank, entry.incarnation))
+    return RankState.WAITING if process is None else _SHOWN[process.state]

@@ -19,7 +19,7 @@ from zbmd.actors.errors import ActorError, InvalidMessage, UnknownContract
 from zbmd.actors.hangs import wire as hang_wire
 from zbmd.actors.hangs.verdict import AskStanding, HangMachine, RankPosition, RankWatched, Ticked
 from zbmd.actors.hangs.wire import Frame, Place, PlaceKind, Position, Standing
-from zbmd.actors.process import template
+from zbmd.actors.process import spare, template
 from zbmd.actors.process.exit import MARK
 from zbmd.actors.process.lines import (
     LINE_BYTES_MAX,
@@ -281,6 +281,21 @@ def _packets() -> tuple[bytes, ...]:
 @target("template.packet", "a request to the template, or one of its replies", _packets, RemoteProtocolError)
 def _packet(data: bytes) -> None:
     decode = template.decode_request if data[:1] == b"\0" else template.decode_reply
+    decode(data[1:])
+
+
+def _spare_packets() -> tuple[bytes, ...]:
+    to_spare = (spare.Assign(0, 2, {"RANK": "0"}, 1), spare.Proceed())
+    of_spare = (spare.Waiting(), spare.Accepted())
+    return (
+        *(b"\0" + spare.encode(message) for message in to_spare),
+        *(b"\1" + spare.encode(message) for message in of_spare),
+    )
+
+
+@target("spare.packet", "what a host and a spare rank send each other", _spare_packets, RemoteProtocolError)
+def _spare_packet(data: bytes) -> None:
+    decode = spare.decode_to_spare if data[:1] == b"\0" else spare.decode_of_spare
     decode(data[1:])
 
 

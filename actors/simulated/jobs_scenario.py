@@ -398,8 +398,10 @@ def spec_of(rng: random.Random, size: int) -> JobSpec:
     )
 
 
-def build_jobs(seed: int | str, size: int, calm_ns: int) -> tuple[sim.Simulation[Packet], JobWorld]:
-    """A cluster and its job at their start. calm_ns: from then on no rank dies of itself."""
+def build_jobs(
+    seed: int | str, size: int, calm_ns: int, node: type[JobsNode] = JobsNode
+) -> tuple[sim.Simulation[Packet], JobWorld]:
+    """A cluster and its job at their start. calm_ns: from then on no rank dies of itself; node: its class."""
     simulation = sim.Simulation[Packet](seed)
     if simulation.rng("weather").random() < 0.5:
         simulation.conditions = SLOW
@@ -410,7 +412,7 @@ def build_jobs(seed: int | str, size: int, calm_ns: int) -> tuple[sim.Simulation
         rng=simulation.rng("ranks"),
         calm_ns=calm_ns,
     )
-    populate(simulation, size, partial(JobsNode, world))
+    populate(simulation, size, partial(node, world))
     return simulation, world
 
 

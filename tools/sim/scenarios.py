@@ -18,6 +18,7 @@ from zbmd.actors.simulated.jobs_scenario import JobsScenario
 from zbmd.actors.simulated.links_scenario import LinksScenario
 from zbmd.actors.simulated.membership_scenario import MembershipScenario
 from zbmd.actors.simulated.scenario import ActorsScenario
+from zbmd.actors.simulated.spares_scenario import SparesScenario
 from zbmd.actors.simulated.supervision_scenario import SupervisionScenario
 from zbmd.collectives.scenarios.collectives import CollectivesScenario
 from zbmd.collectives.scenarios.repair import RepairScenario
@@ -76,6 +77,7 @@ SCENARIOS: Mapping[str, HuntedScenario] = MappingProxyType(
             lengths=(1, 1, 2, 3, 6),
         ),
         "jobs": HuntedScenario(make=JobsScenario, ranks=(1, 2, 2, 3, 3, 3, 4, 5, 7), lengths=(1, 1, 2, 3, 6)),
+        "spares": HuntedScenario(make=SparesScenario, ranks=(1, 2, 2, 3, 4), lengths=(1, 1, 2, 3, 6)),
         "training": HuntedScenario(
             make=TrainingScenario, ranks=(1, 2, 2, 3, 3, 4), lengths=(1, 1, 1, 2, 2, 3, 6)
         ),

@@ -72,7 +72,7 @@ class SpareEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndAsked:
-    """The job needs no spares here any more."""
+    """The job needs no spares here any more, unless it has a rank started here again."""
 
 
 Event: TypeAlias = (
@@ -179,7 +179,7 @@ class SparePool:
     ) -> None:
         self.spares: dict[int, Spare] = {}
         self.given_up = False
-        self._wanted, self._restarts_max, self._window_ns = wanted, restarts_max, window_ns
+        self.wanted, self._restarts_max, self._window_ns = wanted, restarts_max, window_ns
         self._answer_ns, self._settle_ns = answer_ns, settle_ns
         self._start_ns, self._grace_ns = start_ns, grace_ns
         self.next_number = first
@@ -199,7 +199,9 @@ class SparePool:
                 self._is_calm = True
                 self._plan_refill(now_ns + self._settle_ns)
             case RankWanted(key=key):
-                self._is_calm, self._refill_ns = False, None
+                # Also after the end: a node that was cut off, and is back, has ranks again.
+                self._is_calm = self._is_over = False
+                self._refill_ns = None
                 self._assign(key, now_ns)
             case SpareForked(number=number):
                 self._forked(self._find(number), now_ns)
@@ -229,7 +231,7 @@ class SparePool:
             bounded = spare.state in (SpareState.STARTING, SpareState.ASSIGNED)
             assert not bounded or spare.due_ns is not None, spare
             assert spare.key is None or spare.state in (SpareState.ASSIGNED, SpareState.ENDING), spare
-        assert len(self._held()) <= self._wanted, self.spares
+        assert len(self._held()) <= self.wanted, self.spares
         assert not (self._is_over or self.given_up) or self._refill_ns is None, "no more are to be started"
 
     # -- what happens ------------------------------------------------------------------------------------
@@ -294,13 +296,13 @@ class SparePool:
                 self._actions.append(EndSpare(number=spare.number, kill=True))
         if self._refill_ns is not None and self._refill_ns <= now_ns:
             self._refill_ns = None
-            for _ in range(self._wanted - len(self._held())):
+            for _ in range(self.wanted - len(self._held())):
                 self.spares[self.next_number] = Spare(self.next_number)
                 self._actions.append(ForkSpare(number=self.next_number))
                 self.next_number += 1
 
     def _plan_refill(self, at_ns: int) -> None:
-        if not self._is_over and not self.given_up and len(self._held()) < self._wanted:
+        if not self._is_over and not self.given_up and len(self._held()) < self.wanted:
             self._refill_ns = at_ns
 
     def _held(self) -> list[Spare]:

@@ -2,9 +2,11 @@
 
     python -m zbmd.tools.lab.bench.training.recovery             100 M parameters, 2 ranks: dp and ZeRO-3
     python -m zbmd.tools.lab.bench.training.recovery --width 256 --layers 2 --kinds dp --kills 5
+    python -m zbmd.tools.lab.bench.training.recovery --width 256 --layers 2 --spare-ranks 1 --imports 2
 
 Each kind of run trains, loses a rank by SIGKILL at a random moment, and trains on; that is repeated `--kills`
-times in one run. `beyond` is the recovery less an undisturbed step. The page cost is that of the first and of
+times in one run. With `--spare-ranks` a kill waits for a spare that waits for a rank. `--imports` has the
+script of each process take so many seconds before it trains, as one that imports PyTorch does. `beyond` is the recovery less an undisturbed step. The page cost is that of the first and of
 the second write of a new 1 GiB memfd: on a virtual machine whose hypervisor has not backed the memory yet,
 recoveries are as slow as its pages.
 """
@@ -30,9 +32,10 @@ import numpy as np
 import uvloop
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport, RankStarted, SpareReady
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
+from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.train.command import recipe_of
 from zbmd.transport.errors import UserError
@@ -56,6 +59,11 @@ GIB = 1 << 30
 STEPS_BEFORE = 4
 """Undisturbed steps before each kill, of which the median counts."""
 LINES_KEPT = 40
+SCRIPT = """import runpy, sys, time
+time.sleep(float(sys.argv.pop()))
+runpy.run_module("zbmd.training.sharded", run_name="__main__")
+"""
+"""Of a run with `--imports`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,8 @@ class RecoveryCost:
 
     kind: str
     ranks: int
+    spares: int
+    imports_s: float
     parameters: int
     step_s: float
     recoveries_s: tuple[float, ...]
@@ -94,6 +104,7 @@ class _Killer:
     ranks: int
     kills: int
     rng: random.Random
+    spares: int = 0
     host: Host | None = None
     lines: list[str] = field(default_factory=list[str])
     steps_s: list[float] = field(default_factory=list[float])
@@ -102,6 +113,8 @@ class _Killer:
     """Epoch and time of the last committed step."""
     _calm: int = 0
     _killed_ns: int = 0
+    _waiting: int = 0
+    """Spares that wait for a rank."""
 
     async def write_line(self, line: OutputLine) -> None:
         """Keep a rank's line, in case the run fails."""
@@ -109,6 +122,8 @@ class _Killer:
 
     async def __call__(self, event: HostEvent) -> None:
         """Take a committed step: it ends a recovery, or it is one before the next kill."""
+        self._waiting += isinstance(event, SpareReady)
+        self._waiting -= isinstance(event, RankStarted) and event.was_spare
         if not isinstance(event, RankReport) or event.payload.get("kind") != "step":
             return
         epoch, at_ns = int(event.payload["epoch"]), int(event.payload["at_ns"])
@@ -121,7 +136,7 @@ class _Killer:
             if self._calm > 1:  # the first step after a recovery is part of it
                 self.steps_s.append((at_ns - self._last[1]) / 1e9)
         self._last = epoch, at_ns
-        if not self._killed_ns and self._calm >= STEPS_BEFORE:
+        if not self._killed_ns and self._calm >= STEPS_BEFORE and self._waiting >= self.spares:
             self._calm = 0
             if len(self.recoveries_s) == self.kills:
                 assert self.host is not None
@@ -138,19 +153,32 @@ class _Killer:
 
 
 async def measure(
-    directory: Path, *, kind: str, ranks: int, kills: int, seed: int, shape: Sequence[str], parameters: int
+    directory: Path,
+    *,
+    kind: str,
+    ranks: int,
+    kills: int,
+    seed: int,
+    shape: Sequence[str],
+    parameters: int,
+    spares: int = 0,
+    imports_s: float = 0.0,
 ) -> RecoveryCost:
     """Train, kill and measure. Raises `UserError` if the run fails."""
     free_bytes, (first_s, again_s) = available_memory().nbytes, page_costs()
-    killer = _Killer(ranks, kills, random.Random(seed))
+    killer = _Killer(ranks, kills, random.Random(seed), spares)
     data = write_text(directory / "text")
     arguments = [*shape, *KINDS[kind], "--steps", "9999"]
     arguments += ["--data", str(data), "--out", str(directory / "run")]
     arguments += ["--checkpoint-every", "0", "--evaluate-every", "0"]
+    recipe = recipe_of(arguments, ranks=ranks).encode()
+    script = directory / "script.py"
+    script.write_text(SCRIPT)
     config = HostConfig(
-        target="zbmd.training.sharded",
-        is_module=True,
-        arguments=(recipe_of(arguments, ranks=ranks).encode(),),
+        target=str(script) if imports_s else "zbmd.training.sharded",
+        is_module=not imports_s,
+        arguments=(recipe, *([str(imports_s)] if imports_s else [])),
+        environment={SPARE_RANKS_VARIABLE: str(spares)},
         world_size=ranks,
         max_restarts=kills,
         restart_window_s=3600.0,
@@ -164,6 +192,8 @@ async def measure(
     return RecoveryCost(
         kind=kind,
         ranks=ranks,
+        spares=spares,
+        imports_s=imports_s,
         parameters=parameters,
         step_s=step_s,
         recoveries_s=tuple(killer.recoveries_s),
@@ -194,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the victims and moments (%(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="of the model (%(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="of the model (%(default)s)")
+    parser.add_argument("--spare-ranks", type=int, default=0, help="as of zbmd-node run (%(default)s)")
+    parser.add_argument("--imports", type=float, default=0.0, help="seconds before it trains (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print a JSON line for each row")
     arguments = parser.parse_args(argv)
     log_to_stderr()
@@ -214,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 seed=arguments.seed,
                 shape=shape,
                 parameters=parameters,
+                spares=arguments.spare_ranks,
+                imports_s=arguments.imports,
             )
             try:
                 cost = uvloop.run(run)
@@ -224,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(msgspec.json.encode(asdict(cost)).decode(), flush=True)
             continue
         print(
-            f"{kind}: {parameters / 1e6:.0f} M parameters, {cost.ranks} ranks, step {cost.step_s:.2f} s, "
+            f"{kind}: {parameters / 1e6:.0f} M parameters, {cost.ranks} ranks and {cost.spares} spares, step {cost.step_s:.2f} s, "
             f"recovery {', '.join(f'{s:.2f}' for s in cost.recoveries_s)} s, beyond the step "
             f"{', '.join(f'{s:.2f}' for s in cost.beyond_s)} s; 1 GiB of new pages {cost.page_first_s:.2f}, "
             f"again {cost.page_again_s:.2f} s; {cost.free_bytes / GIB:.1f} GiB free",

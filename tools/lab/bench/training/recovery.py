@@ -5,10 +5,10 @@
     python -m zbmd.tools.lab.bench.training.recovery --width 256 --layers 2 --spare-ranks 1 --imports 2
 
 Each kind of run trains, loses a rank by SIGKILL at a random moment, and trains on; that is repeated `--kills`
-times in one run. With `--spare-ranks` a kill waits for a spare that waits for a rank. `--imports` has the
-script of each process take so many seconds before it trains, as one that imports PyTorch does. `beyond` is the recovery less an undisturbed step. The page cost is that of the first and of
-the second write of a new 1 GiB memfd: on a virtual machine whose hypervisor has not backed the memory yet,
-recoveries are as slow as its pages.
+times in one run. With `--spare-ranks` each kill waits until so many spares wait for a rank. `--imports` has
+the script take so many seconds before it trains, as one that imports PyTorch does. `beyond` is the recovery
+less an undisturbed step. The page cost is that of the first and of the second write of a new 1 GiB memfd: on
+a virtual machine whose hypervisor has not backed the memory yet, recoveries are as slow as its pages.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(msgspec.json.encode(asdict(cost)).decode(), flush=True)
             continue
         print(
-            f"{kind}: {parameters / 1e6:.0f} M parameters, {cost.ranks} ranks and {cost.spares} spares, step {cost.step_s:.2f} s, "
+            f"{kind}: {parameters / 1e6:.0f} M parameters, {cost.ranks} ranks, {cost.spares} spares, "
+            f"step {cost.step_s:.2f} s, "
             f"recovery {', '.join(f'{s:.2f}' for s in cost.recoveries_s)} s, beyond the step "
             f"{', '.join(f'{s:.2f}' for s in cost.beyond_s)} s; 1 GiB of new pages {cost.page_first_s:.2f}, "
             f"again {cost.page_again_s:.2f} s; {cost.free_bytes / GIB:.1f} GiB free",

@@ -19,7 +19,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 import uvloop
 
-from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.process.spare import is_spare
+from zbmd.actors.rank.environment import JobEnvironment, RankEnvironment
 from zbmd.actors.view import RANKS_MAX
 from zbmd.tools.cli.settings import read_config
 from zbmd.tools.node import cli as node_cli
@@ -386,10 +387,14 @@ def check(argv: Sequence[str], *, ranks: int, data: str | None) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    launched = RankEnvironment.read(os.environ)
-    found = found_in(arguments, ranks=None if launched is None else launched.world_size)
+    job = JobEnvironment.read_job(os.environ)
+    found = found_in(arguments, ranks=None if job is None else job.world_size)
     options = options_of(values_of(found))
     options.check()
+    if is_spare():  # it is never the first process of a rank
+        uvloop.run(train(options, within=lambda: _claimed_by_first(options.out)))
+        return 0
+    launched = RankEnvironment.read(os.environ)
     is_new = found["out"][1] == "default" and options.resume is None and not arguments.print_recipe
     for _ in range(RUNS_MAX if is_new and launched is None else 0):
         if make_new(options.out):
@@ -404,8 +409,7 @@ def _train(arguments: argparse.Namespace) -> int:
             print(line, file=stream)
     if arguments.print_recipe:
         return 0
-    of_run = launched is None or launched.rank == 0  # a replacement of it, too
-    with claimed(options.out) if of_run else contextlib.nullcontext():
+    with _claimed_by_first(options.out):
         if is_first:
             if options.overwrite:
                 remove_run(options.out)
@@ -422,6 +426,12 @@ def _train(arguments: argparse.Namespace) -> int:
             measure_peaks(options, found["ranks"][0])
         start = ["run", "-n", str(found["ranks"][0]), "--on-loss", found["on_loss"][0]]
         return node_cli.main([*start, "-m", "zbmd.training.sharded", options.encode()])
+
+
+def _claimed_by_first(out: Path) -> contextlib.AbstractContextManager[None]:
+    """Claim the directory of a run, if this process is its launcher or rank 0, also a replacement of it."""
+    launched = RankEnvironment.read(os.environ)
+    return claimed(out) if launched is None or launched.rank == 0 else contextlib.nullcontext()
 
 
 def measure_peaks(options: TrainOptions, ranks: int) -> None:

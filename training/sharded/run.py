@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -334,13 +334,24 @@ def _say_pace(step: int, values: Mapping[str, float], says: bool) -> None:
         Records.tell(step, **values)
 
 
-async def train(options: TrainOptions, task_of: type[EngineTask] = EngineTask) -> TrainResult | None:
+async def train(
+    options: TrainOptions,
+    task_of: type[EngineTask] = EngineTask,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> TrainResult | None:
     """Train by the recipe on this rank; the first one reports the result, and returns it.
 
-    Raises `UserError` for what only a person can mend: a divergence, or a rank and its buddy lost at once.
+    within: makes the context to train in, once it is known which rank this is. Raises `UserError` for what
+    only a person can mend: a divergence, or a rank and its buddy lost at once.
     """
     with computing_with(options.threads):
-        return await _train(options, task_of)
+        if options.plain:
+            done = run_plain(options)
+            print(msgspec.json.encode(done).decode(), flush=True)
+            return done
+        prepared = await _prepared(options)
+        with within():
+            return await _train(*prepared, task_of)
 
 
 async def _prepared(options: TrainOptions) -> tuple[TrainOptions, Mesh, GPTConfig, Corpus]:
@@ -351,12 +362,9 @@ async def _prepared(options: TrainOptions) -> tuple[TrainOptions, Mesh, GPTConfi
     return from_whole(options) if waits else begins, mesh, model, corpus
 
 
-async def _train(options: TrainOptions, task_of: type[EngineTask]) -> TrainResult | None:
-    if options.plain:
-        done = run_plain(options)
-        print(msgspec.json.encode(done).decode(), flush=True)
-        return done
-    options, mesh, model, corpus = await _prepared(options)
+async def _train(
+    options: TrainOptions, mesh: Mesh, model: GPTConfig, corpus: Corpus, task_of: type[EngineTask]
+) -> TrainResult | None:
     launched = RankEnvironment.read(os.environ)
     again = launched is not None and launched.is_again
     if not again:

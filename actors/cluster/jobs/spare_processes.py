@@ -26,7 +26,7 @@ from zbmd.actors.process.template import ForkRequest
 from zbmd.actors.rank.environment import spare_ranks
 from zbmd.transport.capture.recorder import Recorder
 from zbmd.transport.capture.tap import Tap
-from zbmd.transport.clock.deadlines import derive
+from zbmd.transport.clock.deadlines import SECOND_NS, derive
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.machine import SetTimer, TimerFired
 
@@ -34,6 +34,8 @@ log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
 
 WORD_BYTES_MAX: Final = 64
 WORDS_PER_WAKE_MAX: Final = 4
+SETTLE_NS_MAX: Final = SECOND_NS
+"""From a view to the start of spares, which would take the processors from the first steps after a loss."""
 NUMBERS_OF_A_JOB: Final = 1 << 32
 """Spares that a job may have in an incarnation of this node, before their numbers repeat."""
 
@@ -78,7 +80,7 @@ class _JobSpares:
             "restarts_max": spec.max_restarts,
             "window_ns": spec.restart_window_ns,
             "answer_ns": spec.recovery_budget_ns,
-            "settle_ns": spec.recovery_budget_ns,
+            "settle_ns": min(spec.recovery_budget_ns, SETTLE_NS_MAX),
             "start_ns": spec.start_timeout_ns,
             "grace_ns": derive(spec.recovery_budget_ns).stop_grace_ns,
         }

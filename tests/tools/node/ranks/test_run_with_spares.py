@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from support.processes.launcher import Launcher, Running
 
 SCRIPT = str(PROGRAMS / "launched" / "spare.py")
+PATIENT = ("run", "--spare-ranks", "1", "--recovery-budget", "20s")
+"""A spare may take so long to answer, on a machine that is busy."""
 WAITS = r"a spare rank waits \(pid (\d+)\)"
 LOST = r"a spare rank \(pid (\d+)\) was lost: (.*)"
 
@@ -35,7 +37,7 @@ def pid(running: Running, pattern: str, count: int = 1) -> int:
 def test_a_killed_rank_is_its_spare_at_once_and_another_spare_waits(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    with launcher.start("run", "-n", "2", "--spare-ranks", "1", SCRIPT, str(tmp_path), "counts") as running:
+    with launcher.start(*PATIENT, "-n", "2", SCRIPT, str(tmp_path), "counts") as running:
         first, spare = pid(running, is_rank(1)), pid(running, WAITS)
         assert f"[spare]: begins {spare} spare=True" in running.text
         status = json.loads("".join(launcher.run("status", "--json").out))
@@ -86,7 +88,7 @@ def test_a_script_that_reads_its_rank_too_early_learns_why_and_runs_without_spar
 
 def test_spares_of_two_nodes_replace_ranks_of_their_own(launcher: Launcher, tmp_path: Path) -> None:
     at = f"127.0.0.1:{free_ports(1)[0]}"
-    options = ("run", "--nnodes", "2", "--rdzv-endpoint", at, "-n", "1", "--spare-ranks", "1")
+    options = (*PATIENT, "--nnodes", "2", "--rdzv-endpoint", at, "-n", "1")
     rest = (SCRIPT, str(tmp_path), "counts")
     with (
         launcher.session(*options, "--node-rank", "0", *rest) as founder,
@@ -125,7 +127,7 @@ def digests(run: Path) -> dict[int, str]:
 
 def test_zbmd_train_goes_on_with_the_same_bits(launcher: Launcher, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
-    options = ("run", "-n", "2", "--spare-ranks", "1", "-m", "zbmd", "train", *SHAPE)
+    options = (*PATIENT, "-n", "2", "-m", "zbmd", "train", *SHAPE)
     with launcher.start(*options, "--out", "killed") as running:
         spare = pid(running, WAITS)
         os.kill(running.processes()["zbmd-rank1"][0], signal.SIGKILL)

@@ -32,7 +32,7 @@ import numpy as np
 import uvloop
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport, RankStarted, SpareReady
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport, RankStarted, SpareLost, SpareReady
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
@@ -123,7 +123,7 @@ class _Killer:
     async def __call__(self, event: HostEvent) -> None:
         """Take a committed step: it ends a recovery, or it is one before the next kill."""
         self._waiting += isinstance(event, SpareReady)
-        self._waiting -= isinstance(event, RankStarted) and event.was_spare
+        self._waiting -= isinstance(event, SpareLost) or (isinstance(event, RankStarted) and event.was_spare)
         if not isinstance(event, RankReport) or event.payload.get("kind") != "step":
             return
         epoch, at_ns = int(event.payload["epoch"]), int(event.payload["at_ns"])

@@ -187,6 +187,20 @@ class RankEnvironment(JobEnvironment):
         }
 
     @classmethod
+    def alone(cls, environment: Mapping[str, str]) -> RankEnvironment:
+        """Return that of a process without a launcher, a world of one. Raises `UserError`."""
+        return cls(
+            rank=0,
+            world_size=1,
+            incarnation=1,
+            job=0,
+            node_address="",
+            arena_bytes=arena_bytes(environment),
+            recovery_budget_ns=recovery_budget_ns(environment),
+            progress_deadline_ns=progress_deadline_ns(environment),
+        )
+
+    @classmethod
     def read(cls, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Read what a launcher set; None without a launcher. Raises `UserError` if variables are missing."""
         node_address = environment.get("ZBMD_NODE")

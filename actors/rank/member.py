@@ -36,9 +36,6 @@ from zbmd.actors.process.spare import rank_given
 from zbmd.actors.rank import host_contracts
 from zbmd.actors.rank.environment import (
     RankEnvironment,
-    arena_bytes,
-    progress_deadline_ns,
-    recovery_budget_ns,
 )
 from zbmd.actors.rank.links import (
     Callbacks,
@@ -534,16 +531,7 @@ async def join(
         log_to_stderr()  # as the launcher does for its ranks
     else:
         check_is_no_child(os.environ)
-    environment = found or RankEnvironment(
-        rank=0,
-        world_size=1,
-        incarnation=1,
-        job=0,
-        node_address="",
-        arena_bytes=arena_bytes(os.environ),
-        recovery_budget_ns=recovery_budget_ns(os.environ),
-        progress_deadline_ns=progress_deadline_ns(os.environ),
-    )
+    environment = found or RankEnvironment.alone(os.environ)
     if not 0 <= environment.rank < environment.world_size:
         raise UserError(
             f"RANK: expected 0 to {environment.world_size - 1} (WORLD_SIZE={environment.world_size}), "

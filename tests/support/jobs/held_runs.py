@@ -45,10 +45,11 @@ def job(ranks: int, *more: str, out: str = "run") -> tuple[str, ...]:
 
 @contextmanager
 def started(
-    launcher: Launcher, *arguments: str, gates: tuple[int, ...] = (GATE,), **variables: str
+    launcher: Launcher, *arguments: str, gates: tuple[int, ...] | str = (GATE,), **variables: str
 ) -> Generator[Running]:
     """As `Launcher.start`, with snapshots, and a process that holds them may be left behind."""
-    variables = {"ZBMD_SNAPSHOTS": "60s", "GATES": ",".join(map(str, gates)), **variables}
+    gates = gates if isinstance(gates, str) else ",".join(map(str, gates))
+    variables = {"ZBMD_SNAPSHOTS": "60s", "GATES": gates, **variables}
     with launcher.session(*arguments, spares=HOLDER, **variables) as running:
         yield running
         running.end()

@@ -110,7 +110,7 @@ def test_whoever_dies_as_a_step_is_recalled_all_end_at_it(seed: int, ranks: int,
     def fresh(place: int) -> Transactions:
         return holding(*memory[place], place=place, size=ranks, sharded=sharded)
 
-    machines, deaths = [fresh(place) for place in range(ranks)], 0
+    machines, deaths, again = [fresh(place) for place in range(ranks)], 0, True
     for _ in range(MEETINGS_MAX):
         again, all_actions = False, meet(machines)
         for place, actions in enumerate(all_actions):

@@ -23,7 +23,8 @@ from zbmd.training.checkpoint.index import Retention
 from zbmd.training.torch.batches import Marks
 from zbmd.training.torch.durable.checkpoints import Options, Saves
 from zbmd.training.torch.meetings import supervised
-from zbmd.training.torch.run import Run, StepAborted
+from zbmd.training.torch.run import Run
+from zbmd.training.torch.step import StepAborted
 from zbmd.training.torch.transfer import Position
 from zbmd.transport.errors import UserError, ZbmdError
 

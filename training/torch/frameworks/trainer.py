@@ -41,7 +41,7 @@ FLAGS: Final = ("should_training_stop", "should_epoch_stop", "should_save", "sho
 OF_RANKS: Final = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 """Fields of `TrainerState` that ranks do not have in common."""
 IN_PLACE: Final = ""
-"""Where a replacement resumes from, as the trainer calls it: no checkpoint."""
+"""The checkpoint that a replacement resumes from, as the trainer calls it: none."""
 
 
 def resilient(trainer: Any, *, seed: int | None = None) -> Any:

@@ -39,7 +39,7 @@ MODES = {
 class Steps(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Prints what ranks have at each step."""
 
-    def on_step_end(self, arguments: object, state: object, control: object, **more: object) -> None:
+    def on_step_end(self, arguments: object, state: object, control: object, **more: Any) -> None:
         bits = digest(more["model"])
         rate = more["lr_scheduler"].get_last_lr()[0]
         place = f"epoch {state.epoch:.3f} at {rate!r}"

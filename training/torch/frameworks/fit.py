@@ -45,7 +45,7 @@ _KEPT: Final = ("_update_count", "_forward_cache")
 
 
 class Logged(results._ResultCollection):  # type: ignore[misc]
-    """The values that a module logs: one that is logged first in a replacement goes on from its predecessor's."""
+    """The values that a module logs: one that is new in a replacement goes on from its predecessor's."""
 
     waiting: dict[str, dict[str, Any]]
 

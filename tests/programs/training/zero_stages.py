@@ -21,7 +21,8 @@ from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.options import ZeroOptions, arena_bytes_needed
 
 FEW = os.environ["WORLD_SIZE"] == "2"
-KINDS: dict[Storage, int] = {"float32": 50} if FEW else {"float32": 50, "bfloat16": 6, "float16": 6}
+STEPS = 20
+KINDS: dict[Storage, int] = {"float32": STEPS} if FEW else {"float32": STEPS, "bfloat16": 6, "float16": 6}
 OPTIONS = [
     (ZeroOptions(stage=stage, storage=storage, prefetch=stage, loss_scale=2.0**24), steps)
     for storage, steps in KINDS.items()

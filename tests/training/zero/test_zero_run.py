@@ -30,7 +30,7 @@ from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.layout import shards_of
 from zbmd.transport import kill_points as faults
 
-STEPS = 50
+STEPS = 20
 LAYERS = range(4)
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "2", "--context", "8", "--sequences-per-shard", "1")
 

@@ -61,6 +61,11 @@ class Job:
         async with asyncio.timeout(TIMEOUT_S):
             return await self.host.run()
 
+    def the_notice(self) -> HangNotice:
+        """The only hang that was told of."""
+        assert len(self.notices) == 1, ([notice.text for notice in self.notices], self.lines)
+        return self.notices[0]
+
     def line(self, text: str) -> str:
         """`hanging_ranks.py:41` of the line that holds the text."""
         lines = RANKS.read_text().splitlines()
@@ -91,6 +96,7 @@ async def test_three_ranks_that_hang_each_in_its_own_way() -> None:
 
     job = Job("each_in_its_own_way", enough=enough, world_size=4)
     await job.run()
+    assert len(job.notices) == 3, [notice.text for notice in job.notices]
     blocked, native, slow = sorted(job.notices, key=lambda notice: notice.culprits)
     assert blocked.culprits == ((1, 1),)
     assert re.match(f"rank1 has made no progress {FOR}: ", blocked.text), blocked.text
@@ -109,7 +115,7 @@ async def test_three_ranks_that_hang_each_in_its_own_way() -> None:
 async def test_a_rank_that_never_enters_a_collective() -> None:
     job = Job("never_enters_a_collective", world_size=3)
     await job.run()
-    (notice,) = job.notices
+    notice = job.the_notice()
     # The number counts the operations by which the group has measured its links, too.
     said = rf"rank 2 never entered all_reduce #\d+ of epoch 1; ranks 0-1 wait in it {FOR};"
     assert re.search(said, notice.text), notice.text
@@ -142,8 +148,7 @@ async def test_a_stopped_rank_and_that_it_goes_on() -> None:
 async def test_two_actors_that_ask_each_other() -> None:
     job = Job("deadlocks")
     await job.run()
-    assert job.notices, job.lines
-    (notice,) = job.notices
+    notice = job.the_notice()
     assert re.match(f"a deadlock {FOR}: ", notice.text), notice.text
     at = f"(handler Busy.work, at {job.line('ASKS HERE')} in Busy.work)"
     assert f"rank0/worker {at} waits for rank1/worker" in notice.text

@@ -62,7 +62,7 @@ class Job:
             return await self.host.run()
 
     def the_notice(self) -> HangNotice:
-        """The only hang that was told of."""
+        """Return the only hang that was reported."""
         assert len(self.notices) == 1, ([notice.text for notice in self.notices], self.lines)
         return self.notices[0]
 

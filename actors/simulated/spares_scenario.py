@@ -146,7 +146,7 @@ class SparesNode(JobsNode):
                 self.ranks[key] = SimRank(key, self.me.key, tick_ns=now_ns, ran_since_ns=now_ns)
                 self._later(key, "joined", JOIN_NS, now_ns)
                 self._later(key, "tick", (TICK_NS, TICK_NS), now_ns)
-                self._local(e.Forked(key=key), now_ns)
+                self._report_fork(self.ranks[key], now_ns)
             case m.ForkRank(key=key):
                 self._make(key)
                 super()._act(e.Fork(key=key, reason="no spare waits"), now_ns)

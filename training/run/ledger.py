@@ -441,7 +441,7 @@ class RunLog:
     def append(self, record: CommitRecord) -> None:
         """Log a version; see `CommitLog.append`. Raises `UserError` if the log of those before it is gone."""
         if self._log is None and record.version > self.first + 1 and not self._is_ours():
-            raise log_is_gone(self.path, self._header.run_id)
+            raise log_is_gone(self.path, self._header.run_id, step=record.version)
         self._opened().append(record)
 
     def _opened(self) -> CommitLog:
@@ -496,12 +496,13 @@ def nobody_writes(directory: Path) -> Generator[None]:
         os.close(lock)
 
 
-def log_is_gone(path: Path, run_id: str) -> UserError:
-    """Return the error of a state of a run in memory whose log is missing."""
+def log_is_gone(path: Path, run_id: str, *, step: int = 0) -> UserError:
+    """Return the error of a state of a run in memory whose log is missing. step: of the state; 0: unknown."""
+    where = f" is at step {step}" if step else " has steps"
     return UserError(
-        f"memory has held the state of this run: expected a commit log of the steps before it at {path}, "
-        f"found none. Restore the run's directory, or free the memory with `zbmd snapshots --job {run_id} "
-        "--drop` and begin again."
+        f"the state of this run that memory has held{where}: expected a commit log of the steps before it at "
+        f"{path}, found none. Restore the run's directory, or free the memory with `zbmd snapshots --job "
+        f"{run_id} --drop` and begin again."
     )
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 STEP_S = 2.0
-"""How long ranks stand at a gate, at most."""
+"""Seconds that ranks stand at a gate, at most."""
 
 
 @contextmanager

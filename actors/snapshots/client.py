@@ -219,14 +219,20 @@ def drop(address: str) -> str:
     except PeerLost:
         return ""
     try:
+        ended = os.pidfd_open(line.pid)
+    except ProcessLookupError:
+        line.close()
+        return ""
+    try:
         answer = line.ask(Drop())
         if isinstance(answer, Dropped):
-            with contextlib.suppress(OSError):
-                line.line.recv(1)  # its end closes the connection
+            # The end of the connection comes before that of its address: another holder may want that.
+            select.select([ended], [], [], ASK_S_MAX)
             return ""
     except PeerLost:
         return ""
     finally:
+        os.close(ended)
         line.close()
     return answer.reason if isinstance(answer, Refused) else f"it answered {type(answer).__name__}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
@@ -189,6 +189,7 @@ class Incarnations:
         self._last_view: ClusterView | None = None
         self._namesake: Node | None = None
         self._remembering: asyncio.Task[None] | None = None
+        self._to_remember: tuple[str, ...] | None = None
         self._was_member = False
         self._open = False
         self._rdma: OwnDevice | NoDevice = NO_DEVICE
@@ -217,7 +218,7 @@ class Incarnations:
                         await self._leaving.wait()
                 except TimeoutError:
                     continue
-            await self._remember(())
+            self._remember(())
         finally:
             if self._remembering is not None:
                 await asyncio.wait([self._remembering])
@@ -398,17 +399,23 @@ class Incarnations:
             self.leave()
             return
         self._tell(ViewEntered(me=incarnation.me, view=view, reason=reason))
-        others = [node.address for node in view.nodes if node.id != incarnation.me.id]
-        if self._remembering is None or self._remembering.done():
-            self._remembering = asyncio.get_running_loop().create_task(self._remember(tuple(others)))
+        self._remember(node.address for node in view.nodes if node.id != incarnation.me.id)
 
-    async def _remember(self, join_addresses: tuple[str, ...]) -> None:
+    def _remember(self, join_addresses: Iterable[str]) -> None:
+        """Have the addresses of the others stored: those of the latest view, however long a disk takes."""
+        self._to_remember = tuple(join_addresses)
+        if self._remembering is None or self._remembering.done():
+            self._remembering = asyncio.get_running_loop().create_task(self._store())
+
+    async def _store(self) -> None:
         """On another thread: a disk may take its time, and heartbeats must not wait for it."""
         loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(None, self._state.remember, join_addresses)
-        except UserError as error:
-            log.warning("the other members are not remembered", reason=str(error))
+        while self._to_remember is not None:
+            join_addresses, self._to_remember = self._to_remember, None
+            try:
+                await loop.run_in_executor(None, self._state.remember, join_addresses)
+            except UserError as error:
+                log.warning("the other members are not remembered", reason=str(error))
 
     def suspects(self, key: NodeKey, reason: str) -> None:
         """See `IncarnationHandler`."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import socket
+import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from support.cluster.thread_nodes import COOKIE, LOOPBACK, Told, node
+from support.cluster.thread_nodes import COOKIE, LOOPBACK, PATIENCE_S, Told, node
+from support.processes.polling import until
 
 from zbmd.actors.cluster.contracts import PROTOCOL_VERSION, Hail
 from zbmd.actors.cluster.local_deaths import LocalDeaths, boot_id, pid_space, started
@@ -185,6 +188,33 @@ async def test_a_loop_that_is_busy_for_two_seconds_makes_nobody_suspect(tmp_path
             await asyncio.sleep(0)
             assert (two.view.epoch, one.view.epoch) == epochs
             assert not any(isinstance(e, IncarnationEnded) for e in (*told_one.events, *told_two.events))
+
+
+async def test_the_last_view_is_remembered_however_slow_the_disk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a node that comes back would found a cluster of its own."""
+    writes, store = threading.Event(), NodeState.remember
+
+    def remember(state: NodeState, join_addresses: Iterable[str]) -> None:
+        writes.wait()
+        store(state, join_addresses)
+
+    def remembered() -> int:
+        found = json.loads((tmp_path / "one" / "node.json").read_bytes())
+        return len(found.get("join_addresses", ()))
+
+    monkeypatch.setattr(NodeState, "remember", remember)
+    try:
+        async with node(tmp_path, "one") as (_, told_one):
+            address = (await told_one.acts_on(1)).me.address
+            async with node(tmp_path, "two", address), node(tmp_path, "three", address):
+                await told_one.acts_on(3)
+                writes.set()
+                async with asyncio.timeout(PATIENCE_S):
+                    await until(lambda: remembered() == 2)
+    finally:
+        writes.set()
 
 
 async def test_a_joiner_takes_the_clusters_budget(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from support.cluster import cluster_template
+from support.processes.polling import until
 
 TIMEOUT_S = 180.0
 BUDGET = "2s"
@@ -116,6 +117,12 @@ class Nodes:
     def _tell_codes(self) -> None:
         for pid in [pid for pid in self._codes if pid in self._by_pid]:
             self._by_pid.pop(pid).code.set_result(self._codes.pop(pid))
+
+    async def remembers(self, name: str, others: int) -> None:
+        """Return once a node has stored where so many others are."""
+        state = self.directory / name / "node.json"
+        async with asyncio.timeout(TIMEOUT_S):
+            await until(lambda: len(json.loads(state.read_bytes()).get("join_addresses", ())) == others)
 
     def environment(self, name: str) -> dict[str, str]:
         """Of the node's commands."""

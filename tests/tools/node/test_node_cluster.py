@@ -14,6 +14,7 @@ FIVE = ("n1", "n2", "n3", "n4", "n5")
 
 async def test_kills_of_any_node_the_founder_included_and_its_return(nodes: Nodes) -> None:
     await nodes.form(*FIVE)
+    await nodes.remembers("n1", 4)
     await nodes.runs["n1"].kill()
     await nodes.agreed("n2", "n3", "n4", "n5")
     await nodes.runs["n4"].kill()

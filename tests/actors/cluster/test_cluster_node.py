@@ -202,7 +202,7 @@ async def test_the_last_view_is_remembered_however_slow_the_disk_is(
 
     def remembered() -> int:
         found = json.loads((tmp_path / "one" / "node.json").read_bytes())
-        return len(found.get("join_addresses", ()))
+        return len(found.get("doors", ()))
 
     monkeypatch.setattr(NodeState, "remember", remember)
     try:

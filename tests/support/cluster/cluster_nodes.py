@@ -122,7 +122,7 @@ class Nodes:
         """Return once a node has stored where so many others are."""
         state = self.directory / name / "node.json"
         async with asyncio.timeout(TIMEOUT_S):
-            await until(lambda: len(json.loads(state.read_bytes()).get("join_addresses", ())) == others)
+            await until(lambda: len(json.loads(state.read_bytes()).get("doors", ())) == others)
 
     def environment(self, name: str) -> dict[str, str]:
         """Of the node's commands."""

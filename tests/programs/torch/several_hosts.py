@@ -41,9 +41,13 @@ for _ in range(2):
         print(f"rank {rank} of {size} is done", flush=True)
         dist.destroy_process_group()
         continue
-    if rank == victim:
+    others, word = [other for other in range(size) if other != victim], torch.zeros(1)
+    if rank == victim:  # once all others are out of the barrier
+        for other in others:
+            dist.recv(word, other)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
+        dist.send(word, victim)
         dist.all_reduce(x)
     except RuntimeError as error:
         print(f"rank {rank} hears: {str(error).splitlines()[0]}", flush=True)

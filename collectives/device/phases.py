@@ -23,8 +23,6 @@ ALIGNMENT: Final = 256
 """Bytes, of an area in a window."""
 _FROM_ALL: Final = (Operation.REDUCE_SCATTER, Operation.SCATTER, Operation.ALL_TO_ALL)
 """The input has a block for each rank."""
-_TO_ALL: Final = (Operation.ALL_GATHER, Operation.GATHER, Operation.ALL_TO_ALL)
-"""The output has one of each rank."""
 _IN_SLICES: Final = (Operation.ALL_REDUCE, Operation.REDUCE)
 """Each rank reduces a slice, for others to fetch."""
 OPERATIONS: Final = (*_IN_SLICES, Operation.BROADCAST, *_FROM_ALL, Operation.ALL_GATHER, Operation.GATHER)
@@ -74,11 +72,6 @@ Phase: TypeAlias = tuple[Step, ...]
 def blocks_in(operation: Operation, n: int) -> int:
     """Return the blocks of the input of a rank that gives something."""
     return n if operation in _FROM_ALL else 1
-
-
-def blocks_out(operation: Operation, n: int) -> int:
-    """Return the blocks of the output of a rank that gets something."""
-    return n if operation in _TO_ALL else 1
 
 
 def result_offset(operation: Operation, n: int, length: int, itemsize: int) -> int:

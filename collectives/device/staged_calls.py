@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Protocol, cast
@@ -224,19 +225,9 @@ class CallStream:
         the monotonic clock; 0: some time. Raises what the operation raises, and `CudaFault`; nothing touches
         the operands any more then. After `DeviceLate` it may: they and this stream are kept.
         """
-        taken: list[int] = []
-        with self._turn:
-            self.api.stream_wait_event(self.handle, after)
-            self.drop(after)
-            try:
-                self._pass(operands, _cuts(operands, cut), operation, taken, end_ns)
-                finish()
-            except DeviceLate:
-                self._late = tuple(operands)
-                raise
-            finally:
-                if not self._late:
-                    self._settle(operands, taken)
+        with self._turn_of(operands, after) as taken:
+            self._pass(operands, _cuts(operands, cut), operation, taken, end_ns)
+            finish()
 
     def pass_on(
         self,
@@ -246,23 +237,30 @@ class CallStream:
         finish: Callable[[], object],
     ) -> None:
         """As `carry_out`, of an operation that takes arrays of the device as they lie there."""
-        with self._turn:
-            self.api.stream_wait_event(self.handle, after)
-            self.drop(after)
+        with self._turn_of(operands, after):
             for operand in operands:
                 there = DeviceArray(
                     self.api, operand.address, (operand.size,), operand.dtype, owner=None, stream=self.handle
                 )
                 operand.array = cast("Array", there)  # a communicator takes either
+            operation()
+            finish()
+
+    @contextmanager
+    def _turn_of(self, operands: Sequence[Operand], after: int) -> Generator[list[int]]:
+        """Have the turn for one call, behind `after`; give what it takes of the slots to the list."""
+        taken: list[int] = []
+        with self._turn:
+            self.api.stream_wait_event(self.handle, after)
+            self.drop(after)
             try:
-                operation()
-                finish()
+                yield taken
             except DeviceLate:
                 self._late = tuple(operands)
                 raise
             finally:
                 if not self._late:
-                    self._settle(operands, ())
+                    self._settle(operands, taken)
 
     def _settle(self, operands: Sequence[Operand], taken: Sequence[int]) -> None:
         """Wait until the device is done with a call, and give back what it had."""

@@ -47,6 +47,7 @@ from zbmd.transport.cuda.api import (
     choose_copy_route,
     why_no_ipc,
 )
+from zbmd.transport.cuda.array import DeviceUuid, OpaqueHandle
 from zbmd.transport.errors import RemoteProtocolError
 
 WINDOW_BYTES: Final = 128 << 20
@@ -58,8 +59,6 @@ SPIN_S: Final = 200e-6
 _LENGTH_BYTES: Final = 2
 _AVERAGE: Final = REDUCTIONS.index("avg")
 
-_Opaque = Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
-_Uuid = Annotated[bytes, msgspec.Meta(min_length=UUID_BYTES, max_length=UUID_BYTES)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 
 
@@ -67,10 +66,10 @@ class WindowOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """A member's device and window. why: why others cannot read there; "" if they can."""
 
     why: _Text = ""
-    uuid: _Uuid = bytes(UUID_BYTES)
+    uuid: DeviceUuid = bytes(UUID_BYTES)
     name: _Text = ""
     pci: _Text = ""
-    memory: _Opaque = bytes(HANDLE_BYTES)
+    memory: OpaqueHandle = bytes(HANDLE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,15 @@ ITEM_BYTES: Final = {
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
-_Opaque = Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
-_Uuid = Annotated[bytes, msgspec.Meta(min_length=UUID_BYTES, max_length=UUID_BYTES)]
+OpaqueHandle = Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+DeviceUuid = Annotated[bytes, msgspec.Meta(min_length=UUID_BYTES, max_length=UUID_BYTES)]
 
 
 class DeviceHandle(RegionHandle, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
     """Locate an array in device memory. offset: bytes from the beginning of its allocation."""
 
-    device: _Uuid
-    memory: _Opaque
+    device: DeviceUuid
+    memory: OpaqueHandle
     """The allocation's cudaIpcMemHandle_t."""
     typestr: Annotated[str, msgspec.Meta(max_length=8)] = "|u1"
     shape: _Shape = ()
@@ -54,8 +54,8 @@ class EventHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     incarnation: Annotated[int, msgspec.Meta(gt=0)]
     channel: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-    device: _Uuid
-    event: _Opaque
+    device: DeviceUuid
+    event: OpaqueHandle
     """Its cudaIpcEventHandle_t."""
 
 

@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 from support.devices.cuda_model import DeviceRace
 from support.devices.device_threads import ThreadRank, run_threads
 from support.devices.device_worlds import model_host, of_device, on_device
+from support.reductions import reductions_of
 
 from zbmd.collectives.device import windows
 from zbmd.collectives.device.folds import fold_kernels, fold_name
 from zbmd.collectives.device.staged_calls import DeviceLate
 from zbmd.collectives.device.windows import DevicePaths, WindowOffer, decode_offer, encode_offer
 from zbmd.collectives.errors import Desynchronised, OperationAborted
-from zbmd.collectives.programs.reductions import REDUCTIONS, dtype_code, dtypes, reduction_code
+from zbmd.collectives.programs.reductions import dtype_code, dtypes, reduction_code
 from zbmd.training.ops.cuda.compiler import Compiler
-from zbmd.transport.errors import RemoteProtocolError, UserError
+from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.native._native import now_ns
 
 Array = NDArray[Any]
@@ -45,17 +46,6 @@ def values(rank: int, count: int, dtype: np.dtype[Any], rows: int = 0) -> Array:
     else:
         found = draw.integers(0, 2 if dtype.kind == "b" else 100, size).astype(dtype)
     return found.reshape((rows, count) if rows else -1)
-
-
-def reductions_of(dtype: np.dtype[Any]) -> list[str]:
-    found: list[str] = []
-    for op in REDUCTIONS:
-        try:
-            reduction_code(op, dtype)
-        except UserError:
-            continue
-        found.append(op)
-    return found
 
 
 def every_operation(

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.reductions import reductions_of
 
 from zbmd.collectives.algorithms.catalogue import ALGORITHMS, Operation
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import Desynchronised, OperationAborted
 from zbmd.collectives.execution.plan import PIECE_BYTES
-from zbmd.collectives.programs.reductions import DTYPE_NAMES, REDUCTIONS, dtypes, reduction_code
+from zbmd.collectives.programs.reductions import DTYPE_NAMES, REDUCTIONS, dtypes
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.segment import Segment
 
@@ -50,17 +51,6 @@ def values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
         return (draw.standard_normal(count) + 1j * draw.standard_normal(count)).astype(dtype)
     least, end = (0, 2) if dtype.kind == "b" else (-100, 100) if dtype.kind == "i" else (0, 100)
     return draw.integers(least, end, count).astype(dtype)
-
-
-def reductions_of(dtype: np.dtype[Any]) -> list[str]:
-    found: list[str] = []
-    for op in REDUCTIONS:
-        try:
-            reduction_code(op, dtype)
-        except UserError:
-            continue
-        found.append(op)
-    return found
 
 
 def reduced(op: str, inputs: list[Array]) -> Array:

@@ -9,7 +9,8 @@ The loops are the programs of the tests, in each of their modes. A case is one r
 pass of a point, inside collectives of the forward and backward pass and in a checkpoint too, or two kills, of
 two ranks, of a rank and its replacement, or of one and of another in the recovery. What ranks report of
 steps, and the final state, must be what an undisturbed run reports. Where two kills take a shard and its
-copy, and where all other ranks have ended as a replacement comes, the loop must end, and say so.
+copy, where one takes the shard of a loop that shrinks before its first step, when no copy was made, and where
+all other ranks have ended as a replacement comes, the loop must end, and say so.
 
 A loop that shrinks must have each sample once in its log; all ranks that are left must end with the same
 state, and its losses must be those of an undisturbed run: DDP's to the last bit. PyTorch is needed.
@@ -58,8 +59,10 @@ RECOVERIES_SHARE: Final = 0.2
 LIKE: Final = 1e-4
 """The difference, as a share, of losses of FSDP2 over other numbers of ranks; of 16 bits: `LIKE_16`."""
 LIKE_16: Final = 0.02
-LOST: Final = re.compile(r"are lost together|is lost before rank \d+ had a copy")
-"""The words of a loop that ends since a shard and its copy are gone."""
+UNCOPIED: Final = re.compile(r"is lost before rank \d+ had a copy")
+"""The words of a loop that ends since a shard is gone of which no copy was made yet."""
+LOST: Final = re.compile(rf"are lost together|{UNCOPIED.pattern}")
+"""Those, and the words of one that ends since a shard and its copy are gone."""
 LATE: Final = re.compile(r"finished (?:its|their) script: no process group")
 """The words of a replacement that finds the others gone."""
 OUTSIDE: Final = re.compile(r"in tell_whole\n.*MembersLost", re.DOTALL)
@@ -170,8 +173,10 @@ def of_living(wanted: Collection[str], fault: str) -> set[str]:
 
 def verdict_on_end(setting: LoopSetting, fault: str, error: str, wanted: Collection[str]) -> Verdict:
     """Return what to think of a run that did not succeed. error: why, and what its ranks said."""
-    if setting.kind == "fsdp" and len(faults.parse(fault)) > 1 and LOST.search(error):
-        return "lost, and said so"
+    if setting.kind == "fsdp" and LOST.search(error):
+        is_early = setting.shrinks and UNCOPIED.search(error) and not reports_in(error.splitlines())
+        if len(faults.parse(fault)) > 1 or is_early:
+            return "lost, and said so"
     if setting.shrinks and OUTSIDE.search(error):
         return "late, and said so"
     told, living = set(reports_in(error.splitlines())), of_living(wanted, fault)

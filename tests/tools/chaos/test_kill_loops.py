@@ -67,6 +67,18 @@ def test_a_loop_may_end_where_nobody_is_left_to_recover_from(
     assert verdict_on_end(setting, fault, "\n".join(said), WANTED) == verdict
 
 
+@pytest.mark.parametrize(
+    ("shrinks", "steps", "verdict"),
+    [(True, [], "lost, and said so"), (True, WANTED[:1], "failed"), (False, [], "failed")],
+)
+def test_a_loop_that_replaces_nobody_may_lose_a_shard_before_its_first_step(
+    shrinks: bool, steps: list[str], verdict: str
+) -> None:
+    setting = LoopSetting(kind="fsdp", mode="plain", shrinks=shrinks)
+    said = [*steps, "LoopLost: rank 0 is lost before rank 1 had a copy of its shard: start the run again"]
+    assert verdict_on_end(setting, "rank0:collective.point:571", "\n".join(said), WANTED) == verdict
+
+
 @pytest.mark.parametrize(("shrinks", "verdict"), [(True, "late, and said so"), (False, "failed")])
 def test_a_script_may_end_by_a_loss_outside_of_its_loop(shrinks: bool, verdict: str) -> None:
     setting = LoopSetting(kind="fsdp", mode="plain", shrinks=shrinks)
@@ -119,7 +131,7 @@ def test_kills_of_a_loop_are_run_and_kept(
 ) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    wanted = ["--kills", "2", "--only", "ddp plain", "--ledger", str(tmp_path / "ledger")]
+    wanted = ["--kills", "2", "--only", "ddp plain n=3", "--ledger", str(tmp_path / "ledger")]
     assert main(wanted) == 0, capfd.readouterr().out
     found = Ledger(tmp_path / "ledger").found
     assert [one.verdict for one in found.values()] == ["same bits"] * 2

@@ -64,7 +64,8 @@ test-rdma: $(DEV) $(NATIVE)
 	@$(PY) -m pytest -m machine tests/tools/lab/test_rdma_vm.py $(PYTEST_ARGS)
 
 # Installs PyTorch into $(VENV): the tests of its backend and of its loops, which need nothing else.
-TORCH_TESTS := tests/collectives/torch tests/training/torch
+TORCH_TESTS := tests/collectives/torch tests/training/torch tests/training/model/test_torch_reference.py \
+	tests/tools/bench/test_bench_torch.py tests/tools/chaos/test_kill_loops.py
 test-torch: $(DEV) $(NATIVE)
 	@$(PY) -c 'import torch' 2>/dev/null || $(PIP) 'torch==2.13.0' >&2
 	@$(PY) -m pytest --numprocesses=auto --maxprocesses=$(TEST_WORKERS) --dist=loadfile \

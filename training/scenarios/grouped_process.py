@@ -34,6 +34,8 @@ class MovedProcess(ABC):
         self.member = MemberId(rank=rank, incarnation=incarnation)
         self.view = self.installed = View(epoch=0, members=())
         self.coming: View | None = None
+        # The view of the last question for the members, and the answer: it is asked at each move.
+        self._members_of: tuple[View | None, tuple[MemberId, ...]] = (None, ())
         self.lost: set[MemberId] = set()
         self.wishes = Wish.NOTHING
         self.effects: list[sim.Effect[Message]] = []
@@ -128,8 +130,11 @@ class GroupedProcess(MovedProcess):
 
     @property
     def _members(self) -> tuple[MemberId, ...]:
-        active = self.world.options.active(self.view.ranks)
-        return tuple(member for member in self.view.ids if member.rank in active)
+        if self._members_of[0] is not self.view:
+            active = self.world.options.active(self.view.ranks)
+            members = tuple(member for member in self.view.ids if member.rank in active)
+            self._members_of = (self.view, members)
+        return self._members_of[1]
 
     @property
     def _everyone(self) -> tuple[MemberId, ...]:

@@ -41,6 +41,23 @@ def part_key(parts: int, part: int) -> int:
     return parts << PART_BITS | part
 
 
+@lru_cache(maxsize=1024)
+def _mesh(whole: str, world_size: int, ranks: int) -> Mesh:
+    """Return a mesh with so many of its ranks. Simulated ranks ask at each move, so these are cached."""
+    mesh = Mesh.parse(whole, world_size)
+    return mesh.along_data(ranks * mesh.size(DATA_AXIS) // world_size)
+
+
+@lru_cache(maxsize=4096)
+def _active(mesh: Mesh, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return mesh.among(ranks)
+
+
+@lru_cache(maxsize=1024)
+def _state_keys(mesh: Mesh) -> tuple[int, ...]:
+    return mesh.state_keys()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A signal: the process of `rank` is to ask all ranks for something, `after_ns` after its start."""
@@ -82,8 +99,7 @@ class CommitOptions(JobOptions):
 
     def of_mesh(self, ranks: int) -> Mesh:
         """The mesh of so many ranks: fewer than all are fewer along `dp`."""
-        whole = Mesh.parse(self.mesh or f"{DATA_AXIS}={self.world_size}", self.world_size)
-        return whole.along_data(ranks * whole.size(DATA_AXIS) // self.world_size)
+        return _mesh(self.mesh or f"{DATA_AXIS}={self.world_size}", self.world_size, ranks)
 
     @property
     def replicas(self) -> bool:
@@ -104,13 +120,13 @@ class CommitOptions(JobOptions):
 
     def active(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Those of these ranks that train; the others wait for another view."""
-        return self.of_mesh(self.world_size).among(ranks)
+        return _active(self.of_mesh(self.world_size), tuple(ranks))
 
     def keys(self, ranks: int) -> tuple[int, ...]:
         """The keys of the shards of so many ranks, by their places."""
         if self.resizes:
             return tuple(part_key(ranks, part) for part in range(ranks))
-        return tuple(range(ranks)) if self.sharded else self.of_mesh(ranks).state_keys()
+        return tuple(range(ranks)) if self.sharded else _state_keys(self.of_mesh(ranks))
 
     def host(self, rank: int) -> int:
         """The host of a rank."""

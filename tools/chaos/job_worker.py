@@ -24,7 +24,7 @@ from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos import loop_case
 from zbmd.tools.chaos.loop_case import LoopCase, run_loop
-from zbmd.tools.chaos.small_job import JobOutcome, run_recipe, run_small_job
+from zbmd.tools.chaos.small_job import JobOutcome, run_program, run_small_job
 from zbmd.tools.cli.process import run as run_command
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import ZbmdError
@@ -40,6 +40,7 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     fault: str
     ranks: int
     zero: int = 0
+    offload: Path | None = None
     mesh: str = ""
     precision: Precision = "float32"
     optimizer: str = "adamw"
@@ -49,15 +50,17 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     variables: dict[str, str] = {}
 
 
-class RecipeCase(msgspec.Struct, frozen=True, kw_only=True, tag="recipe"):
-    """A run of `zbmd train` on ranks. recipe: its options, as `TrainOptions.encode` gives them."""
+class ProgramCase(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
+    """A program or module on ranks; see `run_program`. variables: more of its environment."""
 
-    recipe: str
+    program: str
+    arguments: tuple[str, ...]
     ranks: int
+    on_loss: OnLoss = OnLoss.REPLACE
     variables: dict[str, str] = {}
 
 
-Case = JobCase | LoopCase | RecipeCase
+Case = JobCase | LoopCase | ProgramCase
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,14 +122,16 @@ def _run(case: Case) -> CaseResult:
     try:
         if isinstance(case, LoopCase):
             return CaseResult(outcome=uvloop.run(run_loop(case, template)))
-        if isinstance(case, RecipeCase):
-            return CaseResult(outcome=uvloop.run(run_recipe(case.recipe, case.ranks, template)))
+        if isinstance(case, ProgramCase):
+            program = run_program(case.program, case.arguments, case.ranks, case.on_loss, template)
+            return CaseResult(outcome=uvloop.run(program))
         job = run_small_job(
             case.out,
             case.data,
             fault=case.fault,
             world_size=case.ranks,
             zero=case.zero,
+            offload=case.offload,
             mesh=case.mesh,
             precision=case.precision,
             optimizer=case.optimizer,

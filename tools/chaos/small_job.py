@@ -9,6 +9,7 @@ import asyncio
 import os
 import runpy
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ SHAPE = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "-
 RESTARTS_MAX = 8
 RUN_S_MAX = 400.0
 """A run takes a second or two where nothing else does. One that takes this long hangs."""
+PROGRAM_LINES = 400
+"""The last lines of a program that are kept: tracebacks of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,20 +134,31 @@ async def run_small_job(
     return JobOutcome(digest=digests[-1], failures=failures_of(ended.failures), told=told)
 
 
-async def run_recipe(recipe: str, ranks: int, template: EarlyTemplate | None = None) -> JobOutcome:
-    """Run `zbmd train` with encoded options to its end. Raises `UserError` if it fails."""
-    output = RanksOutput()
+async def run_program(
+    program: str,
+    arguments: Sequence[str],
+    ranks: int,
+    on_loss: OnLoss = OnLoss.REPLACE,
+    template: EarlyTemplate | None = None,
+) -> JobOutcome:
+    """Run a program (a path that ends in .py) or a module on ranks to its end.
+
+    The digest is that of the weights in the result of rank 0; "" if there is none. Raises `UserError` if the
+    run fails.
+    """
+    output = RanksOutput(lines=deque(maxlen=PROGRAM_LINES))
     config = HostConfig(
-        target="zbmd.training.sharded",
-        is_module=True,
-        arguments=(recipe,),
+        target=program,
+        is_module=not program.endswith(".py"),
+        arguments=tuple(arguments),
         world_size=ranks,
+        on_loss=on_loss,
         preload=(JOB_MODULE,),
     )
     ended = await ended_within(Host(config, output=output, observer=output, template=template), RUN_S_MAX)
     told = "\n".join(output.lines)
     if ended.exit_code != 0:
-        raise UserError(f"the run failed: {ended.reason}\n{told}")
+        raise UserError(f"{program} failed: {ended.reason}\n{told}")
     digest = next((one["weights_sha256"] for one in output.reports if one.get("kind") == "result"), "")
     return JobOutcome(digest=digest, failures=failures_of(ended.failures), told=told)
 

@@ -9,26 +9,22 @@ import numpy as np
 from programs import mesh_ranks
 from programs.mesh_ranks import Case
 
-from support.processes.kept_lines import Lines
-from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from support.jobs.small_jobs import SmallJobs
 from zbmd.actors.view import OnLoss
 
 Result = tuple[np.ndarray, list[float]]
 """The weights, and the losses of all steps and of the held-out windows."""
 
 
-async def on_ranks(out: Path, ranks: int, *cases: Case) -> dict[str, Result]:
+def on_ranks(small_jobs: SmallJobs, out: Path, ranks: int, *cases: Case) -> dict[str, Result]:
     """Train the cases one after the other on as many processes; all ranks must end with the same."""
-    lines = Lines()
-    config = HostConfig(
-        target=mesh_ranks.__file__,
-        world_size=ranks,
+    small_jobs.program(
+        mesh_ranks.__file__,
+        ranks=ranks,
         on_loss=OnLoss.SHRINK,
-        environment={"MESH_OUT": str(out), "MESH_CASES": msgspec.json.encode(cases).decode()},
-        preload=("zbmd.training.sharded.replicated",),
+        MESH_OUT=str(out),
+        MESH_CASES=msgspec.json.encode(cases).decode(),
     )
-    exit_code = (await Host(config, output=lines).run()).exit_code
-    assert exit_code == 0, "\n".join(lines.lines)
     found: dict[str, Result] = {}
     for case in cases:
         files = told(out, ranks, case.name)

@@ -9,11 +9,14 @@ from pathlib import Path
 from zbmd.actors.cluster.jobs.hosted_job import KEEP_MEMORY_VARIABLE
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE
 from zbmd.actors.view import OnLoss
-from zbmd.tools.chaos.job_worker import Case, JobCase, RecipeCase, Worker
+from zbmd.tools.chaos.job_worker import Case, JobCase, ProgramCase, Worker
 from zbmd.tools.chaos.small_job import RANKS_DEFAULT, JobOutcome, variables_for
 from zbmd.tools.train.command import recipe_of
 from zbmd.training.optim.mixed_precision import Precision
 from zbmd.transport.errors import UserError
+
+TRAINS = "zbmd.training.sharded"
+"""The module that ranks of `zbmd train` run."""
 
 
 class SmallJobs:
@@ -21,16 +24,23 @@ class SmallJobs:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._calm: dict[tuple[bytes, str, Precision], str] = {}
 
     def undisturbed(
         self, directory: Path, data: Path, kinds: Sequence[tuple[str, Precision]]
     ) -> dict[tuple[bool, Precision], str]:
-        """Return the digests of runs on these meshes of one axis, by whether that is `tp`, and precision."""
+        """Return the digests of runs on these meshes of one axis, by whether that is `tp`, and precision.
+
+        Of each text a kind is run once for all tests.
+        """
         digests: dict[tuple[bool, Precision], str] = {}
         for mesh, precision in kinds:
-            out, ranks = directory / f"{mesh}-{precision}", int(mesh[-1])
-            done = self.run(out, data, mesh=mesh, world_size=ranks, precision=precision)
-            digests["tp" in mesh, precision] = done.digest
+            kind = data.read_bytes(), mesh, precision
+            if kind not in self._calm:
+                out, ranks = directory / f"{mesh}-{precision}", int(mesh[-1])
+                done = self.run(out, data, mesh=mesh, world_size=ranks, precision=precision)
+                self._calm[kind] = done.digest
+            digests["tp" in mesh, precision] = self._calm[kind]
         return digests
 
     def run(
@@ -43,6 +53,7 @@ class SmallJobs:
         world_size: int = RANKS_DEFAULT,
         links: str = "auto",
         zero: int = 0,
+        offload: Path | None = None,
         mesh: str = "",
         precision: Precision = "float32",
         optimizer: str = "adamw",
@@ -62,6 +73,7 @@ class SmallJobs:
             ranks=world_size,
             links=links,
             zero=zero,
+            offload=offload,
             mesh=mesh,
             precision=precision,
             optimizer=optimizer,
@@ -71,7 +83,16 @@ class SmallJobs:
 
     def train(self, words: Sequence[str], *, ranks: int) -> JobOutcome:
         """Run `zbmd train` with these options on so many ranks. Raises `UserError` if it fails."""
-        return self._outcome(RecipeCase(recipe=recipe_of(words, ranks=ranks).encode(), ranks=ranks))
+        return self.program(TRAINS, recipe_of(words, ranks=ranks).encode(), ranks=ranks)
+
+    def program(
+        self, program: str, *arguments: str, ranks: int, on_loss: OnLoss = OnLoss.REPLACE, **variables: str
+    ) -> JobOutcome:
+        """Run a program or a module on so many ranks. Raises `UserError` if it fails."""
+        case = ProgramCase(
+            program=program, arguments=arguments, ranks=ranks, on_loss=on_loss, variables=variables
+        )
+        return self._outcome(case)
 
     def _outcome(self, case: Case) -> JobOutcome:
         ended = self._worker.run(case)

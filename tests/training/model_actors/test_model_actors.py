@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 from programs import flaky_job
 from support.devices.flaky_operators import Flaky
-from support.processes.kept_lines import Lines
+from support.jobs.small_jobs import SmallJobs
 
-from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.core.ref import Reason, ReasonKind
 from zbmd.actors.supervision.supervisor import Children, WhichChildren
 from zbmd.actors.system import ActorSystem
@@ -292,32 +290,25 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-async def test_ranks_whose_actors_fail_and_that_are_killed(tmp_path: Path, seed: int, case: str) -> None:
+def test_ranks_whose_actors_fail_and_that_are_killed(
+    small_jobs: SmallJobs, tmp_path: Path, seed: int, case: str
+) -> None:
     (tmp_path / "text").write_text(TEXT)
 
-    async def run(name: str, words: Sequence[str], fault: str = "") -> tuple[str, int]:
-        output = Lines()
+    def run(name: str, words: Sequence[str], fault: str = "") -> tuple[str, int]:
         recipe = recipe_of(
             [*SHAPE, *words, "--data", str(tmp_path / "text"), "--out", str(tmp_path / name)], ranks=ranks
         )
         flaky = "" if not name.startswith("flaky") else str(seed)
-        config = HostConfig(
-            target=flaky_job.__file__,
-            arguments=(flaky, recipe.encode()),
-            world_size=ranks,
-            environment={"ZBMD_FAULT": fault},
-            preload=("zbmd.training.sharded.run",),
-        )
-        ended = await Host(config, output=output).run()
-        told = "\n".join(output.lines)
-        assert ended.exit_code == 0, f"{ended.reason}\n{told}"
-        (digest,) = re.findall(r'"weights_sha256":"(\w+)"', told)
-        return digest, told.count("actor failed in a direct call")
+        program = flaky_job.__file__
+        ended = small_jobs.program(program, flaky, recipe.encode(), ranks=ranks, ZBMD_FAULT=fault)
+        assert ended.digest, ended.told
+        return ended.digest, ended.told.count("actor failed in a direct call")
 
     ranks = 2 ** " ".join(CASES[case]).count("p=2") if "--mesh" in CASES[case] else 2
     ranks = 1 if case == "dp=1" else ranks
-    wanted, _ = await run("plain", CASES[case])
+    wanted, _ = run("plain", CASES[case])
     fault = "rank1:job.begin:3" if ranks > 1 else ""
-    found, failures = await run("flaky", (*CASES[case], "--actors", "on"), fault)
+    found, failures = run("flaky", (*CASES[case], "--actors", "on"), fault)
     assert found == wanted
     assert failures >= 4

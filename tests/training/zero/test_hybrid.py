@@ -69,8 +69,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("plain", "meshes", "stages"), CASES, ids=[case.name for case, _, _ in CASES])
-async def test_the_bits_are_those_of_a_mesh_with_whole_states(
-    plain: Case, meshes: tuple[str, ...], stages: tuple[int, ...], corpus: Path, tmp_path: Path
+def test_the_bits_are_those_of_a_mesh_with_whole_states(
+    small_jobs: SmallJobs,
+    plain: Case,
+    meshes: tuple[str, ...],
+    stages: tuple[int, ...],
+    corpus: Path,
+    tmp_path: Path,
 ) -> None:
     """Weights, losses and norms."""
     plain = msgspec.structs.replace(plain, corpus=str(corpus))
@@ -85,7 +90,7 @@ async def test_the_bits_are_those_of_a_mesh_with_whole_states(
     runs = [[plain], *([one] for one in hybrids)] if "pp" in plain.mesh else [[plain, *hybrids]]
     found = dict[str, Result]()  # a process has one pipeline
     for cases in runs:
-        found |= await on_ranks(tmp_path, ranks, *cases)
+        found |= on_ranks(small_jobs, tmp_path, ranks, *cases)
     norms = told(tmp_path, ranks, plain.name)[0]["norms"].tolist()
     for one in hybrids:
         assert found[one.name][0].tobytes() == found[plain.name][0].tobytes(), one.name
@@ -93,8 +98,8 @@ async def test_the_bits_are_those_of_a_mesh_with_whole_states(
         assert told(tmp_path, ranks, one.name)[0]["norms"].tolist() == norms, one.name
 
 
-async def test_bytes_of_model_state_are_those_of_the_ranks_that_share_it(
-    corpus: Path, tmp_path: Path
+def test_bytes_of_model_state_are_those_of_the_ranks_that_share_it(
+    small_jobs: SmallJobs, corpus: Path, tmp_path: Path
 ) -> None:
     """A rank holds 4 + 12 / N, 2 + 14 / N or 16 / N bytes of each parameter, whatever `dp` is."""
     config, few = GPTConfig(context=8, width=64, heads=2, layers=6), replace(TRAINING, steps=1, shards=4)
@@ -107,7 +112,7 @@ async def test_bytes_of_model_state_are_those_of_the_ranks_that_share_it(
         )
         for stage in goals
     ]
-    await on_ranks(tmp_path, 4, *cases)
+    on_ranks(small_jobs, tmp_path, 4, *cases)
     for case in cases:
         for one in told(tmp_path, 4, case.name):
             wanted = goals[case.zero] * int(one["parameters"])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs.mesh_ranks import Case
 from support.jobs.mesh_cases import on_ranks, told
+from support.jobs.small_jobs import SmallJobs
 
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.config import GPTConfig, TrainingConfig
@@ -26,6 +27,7 @@ from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.zero.layout import shards_of
 from zbmd.training.zero.reduction import ShardedNorm
+from zbmd.transport.errors import UserError
 
 OURS = GPTConfig(context=8, width=24, heads=4, layers=2, dropout=0.1)
 """A width at which parameters have padding between them."""
@@ -86,11 +88,13 @@ STAGED: tuple[tuple[int, tuple[int, ...], Case], ...] = (
 """Ranks, stages of ZeRO, and the case without it."""
 
 
-async def test_every_stage_has_the_bits_of_the_mesh_without_it(corpus: Path, tmp_path: Path) -> None:
+def test_every_stage_has_the_bits_of_the_mesh_without_it(
+    small_jobs: SmallJobs, corpus: Path, tmp_path: Path
+) -> None:
     """Weights, losses and norms."""
     plain = [msgspec.structs.replace(case, corpus=str(corpus)) for case in WITHOUT_STAGES]
     sharded = [of_stage(case, stage) for case in plain for stage in (1, 2, 3)]
-    found = await on_ranks(tmp_path, 4, *plain, *sharded)
+    found = on_ranks(small_jobs, tmp_path, 4, *plain, *sharded)
     for case in plain:
         norms = told(tmp_path, 4, case.name)[0]["norms"].tolist()
         for stage in (1, 2, 3):
@@ -101,15 +105,15 @@ async def test_every_stage_has_the_bits_of_the_mesh_without_it(corpus: Path, tmp
 
 
 @pytest.mark.parametrize(("ranks", "stages", "case"), STAGED, ids=[case.name for _, _, case in STAGED])
-async def test_so_it_is_along_pp(
-    ranks: int, stages: tuple[int, ...], case: Case, corpus: Path, tmp_path: Path
+def test_so_it_is_along_pp(
+    small_jobs: SmallJobs, ranks: int, stages: tuple[int, ...], case: Case, corpus: Path, tmp_path: Path
 ) -> None:
     plain = msgspec.structs.replace(case, corpus=str(corpus))
-    wanted = (await on_ranks(tmp_path, ranks, plain))[plain.name]
+    wanted = on_ranks(small_jobs, tmp_path, ranks, plain)[plain.name]
     norms = told(tmp_path, ranks, plain.name)[0]["norms"].tolist()
     for stage in stages:
         sharded = of_stage(plain, stage)
-        weights, losses = (await on_ranks(tmp_path, ranks, sharded))[sharded.name]
+        weights, losses = on_ranks(small_jobs, tmp_path, ranks, sharded)[sharded.name]
         assert (weights.tobytes(), losses) == (wanted[0].tobytes(), wanted[1]), sharded.name
         assert told(tmp_path, ranks, sharded.name)[0]["norms"].tolist() == norms, sharded.name
 
@@ -119,8 +123,8 @@ def of_stage(case: Case, stage: int) -> Case:
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,pp=2"])
-async def test_bytes_of_model_state_are_those_of_the_paper_for_a_part(
-    mesh: str, corpus: Path, tmp_path: Path
+def test_bytes_of_model_state_are_those_of_the_paper_for_a_part(
+    small_jobs: SmallJobs, mesh: str, corpus: Path, tmp_path: Path
 ) -> None:
     """A rank holds 4 + 12 / N, 2 + 14 / N or 16 / N bytes of each parameter of its stage and slice."""
     config, few = GPTConfig(context=8, width=64, heads=2, layers=6), replace(TRAINING, steps=1, shards=2)
@@ -137,7 +141,7 @@ async def test_bytes_of_model_state_are_those_of_the_paper_for_a_part(
         for stage in (1, 2, 3)
     ]
     for case in cases:
-        await on_ranks(tmp_path, 4, case)
+        on_ranks(small_jobs, tmp_path, 4, case)
     goals = {1: 4 + 12 / 2, 2: 2 + 14 / 2, 3: 16 / 2}
     for case in cases:
         ranks = told(tmp_path, 4, case.name)
@@ -149,7 +153,9 @@ async def test_bytes_of_model_state_are_those_of_the_paper_for_a_part(
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,pp=2", "dp=2,tp=2"])
-async def test_what_diverges_is_named_by_layer_rank_and_step(mesh: str, corpus: Path, tmp_path: Path) -> None:
+def test_what_diverges_is_named_by_layer_rank_and_step(
+    small_jobs: SmallJobs, mesh: str, corpus: Path, tmp_path: Path
+) -> None:
     case = Case(
         name="poisoned",
         mesh=mesh,
@@ -161,10 +167,8 @@ async def test_what_diverges_is_named_by_layer_rank_and_step(mesh: str, corpus: 
         poison="backward",
     )
     named = "blocks.1" if "pp" in mesh else r"blocks\.\d"
-    with pytest.raises(
-        AssertionError, match=rf"step 0: .* It began on rank 3, in the backward pass of {named}"
-    ):
-        await on_ranks(tmp_path, 4, case)
+    with pytest.raises(UserError, match=rf"step 0: .* It began on rank 3, in the backward pass of {named}"):
+        on_ranks(small_jobs, tmp_path, 4, case)
 
 
 @given(

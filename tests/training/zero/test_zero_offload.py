@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.jobs.by_words import plain_by
+from support.jobs.small_jobs import SmallJobs
 
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, run_small_job, write_text
@@ -52,12 +53,12 @@ SHRINK_CASES: tuple[tuple[str, int, Precision, str], ...] = (
 NAME = StateName(run=7, place=1, ranks=2, elements=3000)
 
 
-async def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+def test_kills_leave_no_trace_in_the_weights(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data, files = write_text(tmp_path / "text"), tmp_path / "files"
     arguments = [*SHAPE, "--steps", str(STEPS), "--data", str(data), "--out", str(tmp_path / "plain")]
     calm = plain_by(arguments)
     for number, (stage, fault) in enumerate(CASES):
-        found = await run_small_job(
+        found = small_jobs.run(
             tmp_path / str(number), data, fault=fault, zero=stage, offload=files / str(number)
         )
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
@@ -89,20 +90,15 @@ def test_a_note_that_is_too_long_is_refused_and_the_longest_is_kept(tmp_path: Pa
         found.written(0, 6, np.arange(1001.0))
 
 
-async def check_kills_on_meshes(
-    tmp_path: Path, cases: Sequence[tuple[str, int, Precision, str]], **options: Any
+def check_kills_on_meshes(
+    small_jobs: SmallJobs, tmp_path: Path, cases: Sequence[tuple[str, int, Precision, str]], **options: Any
 ) -> None:
     """Kill ranks of jobs over a folder each: the weights are those of a calm run, and the folder is empty."""
     data, files = write_text(tmp_path / "text"), tmp_path / "files"
-    calm: dict[tuple[str, Precision], str] = {}
     kinds: tuple[tuple[str, Precision], ...] = (("dp=1", "float32"), ("tp=2", "float32"), ("dp=1", "float16"))
-    for mesh, precision in kinds:
-        done = await run_small_job(
-            tmp_path / f"{mesh}-{precision}", data, mesh=mesh, world_size=int(mesh[-1]), precision=precision
-        )
-        calm[mesh, precision] = done.digest
+    calm = small_jobs.undisturbed(tmp_path, data, kinds)
     for number, (mesh, stage, precision, fault) in enumerate(cases):
-        found = await run_small_job(
+        found = small_jobs.run(
             tmp_path / str(number),
             data,
             fault=fault,
@@ -114,17 +110,17 @@ async def check_kills_on_meshes(
             **options,
         )
         assert found.deaths == len(faults.parse(fault)), (fault, found.failures, found.told)
-        assert found.digest == calm["tp=2" if "tp" in mesh else "dp=1", precision], (mesh, fault)
+        assert found.digest == calm["tp" in mesh, precision], (mesh, fault)
         assert not list((files / str(number)).iterdir()), "a run that is over leaves no state"
 
 
-async def test_kills_on_meshes_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
-    await check_kills_on_meshes(tmp_path, MESH_CASES)
+def test_kills_on_meshes_leave_no_trace_in_the_weights(small_jobs: SmallJobs, tmp_path: Path) -> None:
+    check_kills_on_meshes(small_jobs, tmp_path, MESH_CASES)
 
 
-async def test_a_run_that_shrinks_recuts_its_files(tmp_path: Path) -> None:
+def test_a_run_that_shrinks_recuts_its_files(small_jobs: SmallJobs, tmp_path: Path) -> None:
     """Survivors read the files of the dead; a folder has no file of a cut that is over, or of a run."""
-    await check_kills_on_meshes(tmp_path, SHRINK_CASES, on_loss=OnLoss.SHRINK)
+    check_kills_on_meshes(small_jobs, tmp_path, SHRINK_CASES, on_loss=OnLoss.SHRINK)
 
 
 def test_the_files_of_a_run_are_found_and_no_others(tmp_path: Path) -> None:

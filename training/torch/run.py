@@ -280,7 +280,6 @@ class Run:
         state = self._state
         if state.position.passes < number:  # the last pass was left before its end
             state.position = state.position._replace(passes=number, at=0)
-        state.loader = loader if loading.has_state(loader) else None
         self._may_grow = loading.has_shares(loader)
         shares = loading.SharesOfPass(
             lambda share: self._opened(loader, number, share),
@@ -303,6 +302,8 @@ class Run:
         self._transact(state.position._replace(passes=number + 1, at=0), lambda: None)
 
     def _opened(self, loader: Any, number: int, share: int) -> loading.Source:
+        # Not before: a replacement may have votes to give first, and its loader is not where the pass is.
+        self._state.loader = loader if loading.has_state(loader) else None
         position, total = self._state.position, self._plan.ranks
         return loading.Source(
             loading.of_share(loader, share, total) if self._shares.is_on else loader,

@@ -7,11 +7,15 @@ Outside of such a loop nothing differs: an operation with a lost rank raises. In
   the rank's own value, and warns;
 - `Mode.ALONE` is what a replacement does until it has the state of the others: each operation is local. The
   results of the small ones that the others had before their loop are given again, in their order.
+
+A thread of PyTorch that saves beside the loop (`dcp.async_save`) is in none of them: its operations are those
+of all ranks. A replacement has no such thread, so after a loss those of survivors get no further.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -35,6 +39,12 @@ RECORDS_BYTES_MAX: Final = 4 << 20
 RECORDS_MAX: Final = 1_024
 KEPT_BYTES_MAX: Final = 64 << 20
 """Of tensors that an operation in the tail may spoil, and that are copied before it."""
+
+SAVERS: Final = "AsyncCheckpointExecutor"
+"""How PyTorch's threads are called that write a checkpoint beside a loop: `async_save` makes one for each."""
+
+BESIDE: Final = "zbmd_beside"
+"""The attribute of an error that a thread beside the loop got."""
 
 LOSSES: Final = (PeerLost, OperationAborted, LinkClosed)
 """Errors of operations with a rank that is lost, or that has given up since another is."""
@@ -98,6 +108,8 @@ class Continuity:
         self._left_bytes = RECORDS_BYTES_MAX
         self._answers: dict[tuple[str, int], list[bytes]] = {}
         self._tail_alone = False
+        self._left_behind: list[threading.Thread] = []
+        """Threads beside the loop that began before a loss, while they run."""
         self._closers: list[Callable[[], None]] = []
         self.store: Any = None
         """That of the last meeting of the job's ranks, which all of them have; None elsewhere."""
@@ -155,6 +167,10 @@ class Continuity:
         self.mode, self.broken, self.epoch = Mode.TOGETHER, None, epoch
         self._answers.clear()
 
+    def leave_behind(self) -> None:
+        """The groups are to be made again: threads beside the loop that are at work get no further."""
+        self._left_behind = [thread for thread in threading.enumerate() if _is_beside(thread)]
+
     def rehearse(self) -> None:
         """Make operations local until `end_rehearsal`."""
         self.mode = Mode.ALONE
@@ -181,6 +197,7 @@ class Continuity:
         self.mode, self.standing, self.broken, self.epoch = Mode.TOGETHER, Standing.OUTSIDE, None, 0
         self._recorded, self._left_bytes, self._tail_alone = [], RECORDS_BYTES_MAX, False
         self._answers.clear()
+        self._left_behind.clear()
         while self._closers:
             self._closers.pop()()
 
@@ -220,11 +237,28 @@ class Continuity:
             self.note(error, epoch)
             companions.lost(error, epoch)
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether the calling thread works beside the loop, and in no step of it."""
+        return self.standing is Standing.IN_LOOP and _is_beside(threading.current_thread())
+
+    def _require_current(self) -> None:
+        """Raise `OperationAborted` in a thread beside the loop that began before a loss."""
+        self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
+        if self.is_beside and threading.current_thread() in self._left_behind:
+            raise OperationAborted(
+                "a rank was lost since this save beside the loop began, and its replacement has no part in "
+                "it: the save is lost; save again"
+            )
+
     def is_of_a_loss(self, error: BaseException) -> bool:
-        """Return whether an error follows from a loss; out of `backward()` its type and cause are gone."""
+        """Return whether an error follows from a loss; out of `backward()` its type and cause are gone.
+
+        One that a thread beside the loop got does so while the loop has not dealt with the loss.
+        """
         seen: set[int] = set()
         cause: BaseException | None = error
-        while cause is not None and id(cause) not in seen:
+        while cause is not None and id(cause) not in seen and not getattr(cause, BESIDE, False):
             if isinstance(cause, LOSSES):
                 self.note(cause)
                 return True
@@ -235,11 +269,19 @@ class Continuity:
     @property
     def is_usual(self) -> bool:
         """Whether operations are made with all others now, and one that fails fails."""
-        return self.mode is Mode.TOGETHER and self._answering is None and self._forbidden is None
+        together = self.mode is Mode.TOGETHER and self._answering is None and self._forbidden is None
+        return together and not self._left_behind
 
     @property
     def is_alone(self) -> bool:
-        """Whether operations are local now. Raises `UserError` where none is expected."""
+        """Whether operations are local now.
+
+        Raises `UserError` where none is expected, and `OperationAborted` in a thread that is left behind.
+        """
+        if self._left_behind:
+            self._require_current()
+        if self.is_beside:
+            return False
         if self._forbidden is not None:
             self._forbidden.append("an operation of torch.distributed")
             raise UserError("an operation of torch.distributed where none may be")
@@ -296,7 +338,7 @@ class Continuity:
 
         That restores the tensors, and returns whether the operation is to be local.
         """
-        if self.mode is not Mode.TAIL:
+        if self.mode is not Mode.TAIL or self.is_beside:
             return None
         whole = sum(map(_nbytes, outputs)) <= KEPT_BYTES_MAX
         before = [tensor.detach().clone() for tensor in outputs] if whole else []
@@ -316,6 +358,10 @@ class Continuity:
             return True
 
         return forgive
+
+
+def _is_beside(thread: threading.Thread) -> bool:
+    return thread.name.startswith(SAVERS)
 
 
 def require_no_backward() -> None:

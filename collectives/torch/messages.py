@@ -91,7 +91,8 @@ def raising(call: Callable[CallP, Any]) -> Callable[CallP, Any]:
                     return work
             return call(*args, **kwargs)
         except ZbmdError as error:
-            CONTINUITY.note(error)
+            if not CONTINUITY.is_beside:  # whose loss may be of an epoch that is over
+                CONTINUITY.note(error)
             raise as_torch_error(error) from error
 
     return raising

@@ -108,6 +108,7 @@ def come_together(timeout: timedelta, *, shrinks: bool = False, after: int = 0) 
         raise UserError("the default process group was destroyed: a resilient loop needs it to its end")
     default, old = groups[0], [group.made for group in groups]
     if CONTINUITY.mode is not Mode.ALONE or CONTINUITY.broken is not None:
+        CONTINUITY.leave_behind()
         for group in groups:
             if group.companions is not None:
                 group.companions.lost(OperationAborted("a rank was lost: the groups are made again"))

@@ -17,6 +17,7 @@ from zbmd.collectives.errors import Desynchronised
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.native._messages import Request
 from zbmd.collectives.p2p.direct import DirectMessages
+from zbmd.collectives.torch.continuity import BESIDE, CONTINUITY
 from zbmd.collectives.torch.tensors import TensorBuffer
 from zbmd.transport.errors import DeadlineExceeded, ZbmdError
 
@@ -47,6 +48,8 @@ def as_torch_error(error: BaseException) -> BaseException:
     late = "Timed out in " if isinstance(error, DeadlineExceeded) else ""
     wrapped: BaseException = dist.DistBackendError(f"{type(error).__name__}: {late}{error}{notes}")
     wrapped.__cause__ = error
+    if CONTINUITY.is_beside:
+        setattr(wrapped, BESIDE, True)
     return wrapped
 
 

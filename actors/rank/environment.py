@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count as count_from
+from itertools import groupby
 from typing import Any, Final
 
 from zbmd.actors.hangs.progress import (
@@ -37,6 +38,8 @@ LISTEN_LOCAL = "127.0.0.1:0"
 HOST_VARIABLE = "ZBMD_HOST"
 DOMAINS_VARIABLE: Final = "ZBMD_DOMAINS"
 """The failure domains of the nodes that were here when the job was given, see `domains_text`."""
+LAUNCH_VARIABLE: Final = "ZBMD_LAUNCH"
+"""When a job over several nodes was launched, in µs: its launches have one number of the job."""
 LISTEN_VARIABLE = "ZBMD_LISTEN"
 RANKS_MIN_VARIABLE = "ZBMD_RANKS_MIN"
 RESUMES_VARIABLE = "ZBMD_RESUMES"
@@ -101,6 +104,7 @@ class JobEnvironment:
     local_world_size: ranks of each host, 0 if all of them are on one. ranks_min: so few may be left while the
     job goes on, 0: all are always replaced, or the job ends. resumes: whether the job goes on from memory
     that an earlier run of it has left. holds: whether memory of ranks outlives the launcher (`--snapshots`).
+    launch: see `LAUNCH_VARIABLE`; 0: the number of the job is that of one launch.
     """
 
     job: int
@@ -109,6 +113,7 @@ class JobEnvironment:
     ranks_min: int = 0
     resumes: bool = False
     holds: bool = False
+    launch: int = 0
 
     @classmethod
     def read_job(cls, environment: Mapping[str, str]) -> JobEnvironment | None:
@@ -228,6 +233,7 @@ def _of_job(environment: Mapping[str, str]) -> dict[str, Any]:
         "ranks_min": _number(environment, RANKS_MIN_VARIABLE, absent=0),
         "resumes": _number(environment, RESUMES_VARIABLE, absent=0) > 0,
         "holds": _number(environment, HOLDS_VARIABLE, absent=0) > 0,
+        "launch": _number(environment, LAUNCH_VARIABLE, absent=0),
     }
 
 
@@ -246,21 +252,21 @@ def _whereabouts(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def domains_text(names: Iterable[str]) -> str:
-    """Return the failure domains of some nodes as `NAME=NODES,...`. names: "" of a node without a name."""
-    return ",".join(f"{name}={count}" for name, count in sorted(Counter(names).items()))
+    """Return the failure domains of some nodes as `NAME=NODES,...`, in order. names: "": it has no name."""
+    return ",".join(f"{name}={len([*alike])}" for name, alike in groupby(names))
 
 
 def domains_in(text: str) -> tuple[str, ...]:
-    """Return the failure domain of each node, sorted, from `domains_text`. Raises `UserError`.
+    """Return the failure domain of each node, in order, from `domains_text`. Raises `UserError`.
 
     A node whose domain has no name is one by itself, `alone N`.
     """
-    names: list[str] = []
+    names, alone = list[str](), count_from(0)
     for one in filter(None, text.split(",")):
         name, _, count = one.partition("=")
         if not count.isdecimal() or not 0 < int(count) <= RANKS_MAX:
             raise UserError(f"{DOMAINS_VARIABLE}: expected NAME=NODES, got {one[:80]!r}: unset it.")
-        names += [name or f"alone {number}" for number in range(int(count))]
+        names += [name or f"alone {next(alone)}" for _ in range(int(count))]
     return tuple(names)
 
 

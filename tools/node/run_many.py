@@ -42,6 +42,7 @@ from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
 from zbmd.actors.process.early_template import EarlyTemplate
 from zbmd.actors.process.exit import EXIT_FAILED, REQUEUE_EXIT_CODE
+from zbmd.actors.rank.environment import LAUNCH_VARIABLE
 from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.actors.snapshots.keeper import SnapshotKeeper
 from zbmd.actors.view import Outcome
@@ -340,8 +341,9 @@ class _NodeRun(OneJobNode):
         self._teller.say(text)
 
     def given(self) -> JobSpec:
-        """See `OneJobNode`: with a port for rank 0, which runs where the job is given from."""
-        environment = {"MASTER_PORT": str(free_port()), **dict(self.spec.environment)}
+        """See `OneJobNode`: with a port for rank 0, which runs where the job is given from, and the time."""
+        launch = {LAUNCH_VARIABLE: str(time.time_ns() // 1000)}
+        environment = {"MASTER_PORT": str(free_port()), **dict(self.spec.environment), **launch}
         return dataclasses.replace(self.spec, environment=tuple(sorted(environment.items())))
 
     def gives(self) -> None:

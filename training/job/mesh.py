@@ -301,7 +301,7 @@ class Mesh:
 
     def state_keys(self) -> tuple[int, ...]:
         """Return a number for each rank: equal where ranks differ only along `dp`, which hold one state."""
-        groups = enumerate(self._with_one_state())
+        groups = enumerate(self.with_one_state())
         keys = {rank: key for key, group in groups for rank in group}
         return tuple(keys[rank] for rank in range(self.world_size))
 
@@ -346,11 +346,12 @@ class Mesh:
 
         Hosts have `ranks_per_host` consecutive ranks.
         """
-        hosts = [{rank // ranks_per_host for rank in group} for group in self._with_one_state()]
+        hosts = [{rank // ranks_per_host for rank in group} for group in self.with_one_state()]
         one_host = self.world_size <= ranks_per_host
         return self.size(DATA_AXIS) > 1 and (one_host or all(len(where) > 1 for where in hosts))
 
-    def _with_one_state(self) -> tuple[tuple[int, ...], ...]:
+    def with_one_state(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that hold the same, for each state."""
         return self.groups(*(axis for axis in self.axes if axis == DATA_AXIS))
 
     def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +20,12 @@ from zbmd.training.sharded.options import TrainOptions
 from zbmd.transport.errors import UserError
 
 AUTO, BUDDY, REPLICA, NONE, CODED, FILE = "auto", "buddy", "replica", "none", "ec", "file"
+APART: Final = (
+    "Ranks along dp hold the same for no memory if their hosts are in different domains: number the hosts "
+    "domain by domain (--node-rank)"
+)
+NAMED_MAX: Final = 8
+"""Ranks of a state."""
 HOSTS_FOR_CODE: Final = 6
 """A job on as many hosts gets a code by itself."""
 CODE_OF_MANY: Final = (4, 2)
@@ -51,8 +59,8 @@ def parse_redundancy(text: str) -> str:
 class Domains:
     """Failure domains, as far as they are known before ranks meet. hosts: the number of each rank's.
 
-    names: the domain of each rank, in no order; None: nobody has named one; empty: not all are known,
-    since not all nodes were here when the job was given.
+    names: the domain of each rank, if nodes are placed in their order; None: nobody has named one; empty: not
+    all are known, since not all nodes were here when the job was given.
     """
 
     hosts: tuple[int, ...]
@@ -85,34 +93,83 @@ def domains_of(mesh: Mesh) -> Domains:
     return Domains(hosts=hosts, names=names)
 
 
+def confined(states: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[str, tuple[int, ...]] | None:
+    """Return a failure domain that holds a state and all of its copies, and the ranks that hold that.
+
+    None: no loss of one domain takes a state, or there is one domain. states: the ranks of each; names: the
+    domain of each rank.
+    """
+    if len(set(names)) < 2:
+        return None
+    for ranks in states:
+        where = {names[rank] for rank in ranks}
+        if len(where) == 1:
+            return where.pop(), tuple(ranks)
+    return None
+
+
+def confined_in_words(found: tuple[str, tuple[int, ...]]) -> str:
+    """Return what `confined` has found, as a sentence."""
+    domain, ranks = found
+    shown = ", ".join(map(str, ranks[:NAMED_MAX])) + (", …" if ranks[NAMED_MAX:] else "")
+    return f"{domain} holds the state of rank {shown} and all of its copies"
+
+
+def _may_be_confined(mesh: Mesh) -> str:
+    """Return why replicas along `dp` may be lost with one failure domain that a user has named; "": they
+    cannot, or views may be smaller, and states have no other copies then.
+    """
+    launched, given = JobEnvironment.read_job(os.environ), domains_in(os.environ.get(DOMAINS_VARIABLE, ""))
+    if launched is None or not given or 0 < launched.ranks_min < launched.world_size:
+        return ""
+    states, each = mesh.with_one_state(), launched.ranks_per_host
+    if len(given) == launched.hosts:
+        found = confined(states, [name for name in given for _ in range(each)])
+        return "" if found is None else confined_in_words(found)
+    most = max(Counter(given).values()) + launched.hosts - len(given)
+    fewest = min(len({rank // each for rank in ranks}) for ranks in states)
+    return "" if most < fewest else "nodes that come later may be in any failure domain"
+
+
+def has_replicas(mesh: Mesh, redundancy: str) -> bool:
+    """Return whether ranks along `dp` stand for each other. redundancy: as it was asked for.
+
+    They do if no host has all that hold a state, and no failure domain; the latter, unless that is wanted.
+    """
+    apart = redundancy == REPLICA or not _may_be_confined(mesh)
+    return apart and mesh.has_replicas(domains_of(mesh).hosts.count(0))
+
+
 def redundancy_of(options: TrainOptions, mesh: Mesh, *, shrinks: bool) -> Redundancy:
     """Return the redundancy that a recipe asks for, or the best one. shrinks: whether views may be smaller.
 
     Raises `UserError` for one that the mesh does not have.
     """
     domains, asked = domains_of(mesh), options.redundancy
-    hosts, has_replicas = max(domains.hosts) + 1, mesh.has_replicas(domains.hosts.count(0))
+    hosts, replicated = max(domains.hosts) + 1, has_replicas(mesh, asked)
     recuts = options.recuts(mesh) and shrinks
     if options.offload is not None:
         if asked != AUTO:
             raise UserError("--redundancy: with --offload the state is in files: omit one of both.")
         return Redundancy(kind=FILE, why="the state is in files, which outlive their ranks")
     if options.shards_over_all(mesh):
-        has_replicas = False
-    if asked == REPLICA and not has_replicas:
+        replicated = False
+    if asked == REPLICA and not replicated:
         raise UserError(
             f"--redundancy replica: no two ranks of {mesh} hold the same on two hosts: give more dp."
         )
-    if asked == BUDDY and has_replicas:
+    if asked == BUDDY and replicated:
         raise UserError(f"--redundancy buddy: ranks along dp of {mesh} hold the same already: omit it.")
     if asked in (BUDDY, REPLICA, NONE):
         return Redundancy(kind=asked, why="it was asked for")
     if asked != AUTO:
-        return _coded(asked, mesh, domains, why="it was asked for", refused=has_replicas, recuts=recuts)
+        return _coded(asked, mesh, domains, why="it was asked for", refused=replicated, recuts=recuts)
     if mesh.world_size == 1:
         return Redundancy(kind=NONE, why="there is one rank; its memory and checkpoints remain")
-    if has_replicas:
+    if replicated:
         return Redundancy(kind=REPLICA, why="ranks along dp hold the same")
+    if (why := _may_be_confined(mesh)) and has_replicas(mesh, REPLICA) and not options.shards_over_all(mesh):
+        return Redundancy(kind=BUDDY, why=f"{why}: a rank in another one has one more. {APART}")
     data, parity = CODE_OF_MANY
     fits = not shortage(domains.names or domains.numbered, data=data, parity=parity)
     if domains.count >= HOSTS_FOR_CODE and fits and not recuts:

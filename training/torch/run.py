@@ -126,8 +126,8 @@ class Run:
             self._divide_shares()
             self._open_checkpoints(fresh=fresh)  # which reads what steps after the last checkpoint have noted
             self._open_recorder(fresh=fresh)
-        if recalls:
-            self._memory.tell_resumed(self.steps, state.rank)
+        if recalls or version:
+            self._memory.tell_resumed(self.steps, state.rank, otherwise=options.saves.where)
 
     def _shares_of(self, shares: int) -> Shares:
         state, exact = self._state, self._options.exact

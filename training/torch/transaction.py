@@ -28,7 +28,8 @@ buddy, and the copy that it is to keep from its ward (`Move`).
 
 Each rank keeps its last committed steps in memory that outlives it (`durable.memory`), and reports which. If
 no rank has the state, or none a part of it, and what fresh ranks hold makes up for that, they take it from
-there (`Recall`), and all meet again: then they have it, as if they had never been lost.
+there (`Recall`), and all meet again: then they have it, as if they had never been lost. A rank whose ward is
+alone on another node keeps the ward's copy there as well: the memory of such a node may be lost.
 
 If there are fewer or more ranks than before, the sharded state is divided again (`fsdp.division`): all
 receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (`Adopt`).
@@ -36,7 +37,7 @@ receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeAlias
@@ -455,7 +456,8 @@ class Transactions:
             newest = newest_held(reports)
             if newest is None:
                 return self._fail("all ranks that had the state are lost", lost=True)
-            return self._recall(newest.version, newest.size, range(newest.size), 0)
+            every = (each for each in self.held if each.launch == newest.launch)
+            return self._recall(every, newest.version, newest.size, range(newest.size), 0)
         target = max(reports[place].version for place in old)
         for place in old:
             report = reports[place]
@@ -482,7 +484,7 @@ class Transactions:
             missing = missing_held(reports, self._target)
             if not missing:
                 return self._fail(lost, lost=True)
-            return self._recall(self._target, len(holders_of(reports)), missing, max(numbers))
+            return self._recall(self.held, self._target, len(holders_of(reports)), missing, max(numbers))
         moves, self._next = moves_of(reports, self._target, self._source), None
         if not is_divided(reports):
             moves = [each for each in moves if each.what is What.REST]
@@ -524,9 +526,11 @@ class Transactions:
         self.phase = Phase.ENDED
         return [Promote(version=self.version)]
 
-    def _recall(self, version: int, size: int, places: Collection[int], number: int) -> list[Action]:
+    def _recall(
+        self, held_here: Iterable[Held], version: int, size: int, places: Collection[int], number: int
+    ) -> list[Action]:
         """Take one of these parts from memory, if it is there, and meet again. number: of the division."""
-        own = (each for each in self.held if (each.version, each.size) == (version, size))
+        own = (each for each in held_here if (each.version, each.size) == (version, size))
         held = next((each for each in own if self.fresh and each.place in places), None)
         if held is None:
             self.phase = Phase.FRESH if self.fresh else Phase.MEETING
@@ -538,7 +542,8 @@ class Transactions:
         self._expect(event, Phase.RECALLING)
         assert self._recalls is not None
         held, number = self._recalls
-        self.version, self.fresh, self.keeps, self.phase = held.version, False, False, Phase.MEETING
+        self.version, self.fresh, self.phase = held.version, False, Phase.MEETING
+        self.keeps = self.sharded and held.keeps
         if self.sharded:
             self.division = Division(number=number, size=held.size, place=held.place)
         return [Meet()]
@@ -577,5 +582,5 @@ def _build(config: Mapping[str, Any]) -> Transactions:
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 7, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 8, _build, events=Event, actions=Action, states=(Transactions,)
 )

@@ -1,4 +1,4 @@
-"""Four hosts with a stage each: two are killed at once, their state is rebuilt, and the bits stay."""
+"""Four hosts, of which two are killed at once: their state is rebuilt or copied, and the bits stay."""
 
 from __future__ import annotations
 
@@ -33,8 +33,21 @@ def test_all_hosts_of_a_named_domain_are_lost_at_once(tmp_path: Path) -> None:
     _lost_and_back(tmp_path, "ec:2+1", lost=(1, 3), domains=racks, says=says)
 
 
+def test_a_domain_with_a_state_and_all_of_its_replicas_is_lost_at_once(tmp_path: Path) -> None:
+    """Ranks 1 and 3 hold the same stage: one in the other rack has a copy, which replicas alone have not."""
+    says = r"redundancy buddy: (rack-[ab] holds the state of rank \d, \d|nodes that come later)"
+    racks = ("rack-a", "rack-b", "rack-a", "rack-b")
+    _lost_and_back(tmp_path, "auto", lost=(1, 3), domains=racks, says=says, mesh="dp=2,pp=2")
+
+
 def _lost_and_back(
-    tmp_path: Path, redundancy: str, *, lost: tuple[int, ...], domains: tuple[str, ...] = (), says: str
+    tmp_path: Path,
+    redundancy: str,
+    *,
+    lost: tuple[int, ...],
+    domains: tuple[str, ...] = (),
+    says: str,
+    mesh: str = "pp=4",
 ) -> None:
     """Kill some of four hosts at once and start them again. says: what the first one says of the groups.
 
@@ -45,7 +58,7 @@ def _lost_and_back(
     arguments = [*SHAPE, *layers, "--steps", str(STEPS), "--data", str(write_text(tmp_path / "text"))]
     plain = plain_by([*arguments, "--out", str(tmp_path / "plain")])
     program, out = str(PROGRAMS / "training/held_up.py"), str(tmp_path / "out")
-    job = [program, "train", *arguments, "--mesh", "pp=4", "--redundancy", redundancy, "--out", out]
+    job = [program, "train", *arguments, "--mesh", mesh, "--redundancy", redundancy, "--out", out]
 
     def start(host: LabHost) -> Process:
         domain = ("--domain", domains[host.number]) if domains else ()

@@ -6,7 +6,8 @@ copies the state beside the next forward and backward pass, before this rank vot
 two ranks are ever further apart than one step, and a step that all hold is in one of the two slots.
 
 A slot has what a replacement gets from a survivor (`transfer`), and this rank's shard. A state that all ranks
-have alike is kept by the first rank of each host.
+have alike is kept by the first rank of each node, so one node's memory is enough. Of a sharded state, a rank
+whose ward is alone on another node has the copy of the ward's shard in its slot, too (`keeps_ward`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import xxhash
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.host_contracts import KEPT_STATE
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.group.group import Group, hosts_of
+from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.autograd.array_module import Array
@@ -46,7 +47,7 @@ from zbmd.training.redundancy.stamped import (
 from zbmd.training.torch import points
 from zbmd.training.torch.encoding import decode, encode, name_of
 from zbmd.training.torch.exchange import Exchange
-from zbmd.training.torch.fsdp.division import Held, Report, newest_held
+from zbmd.training.torch.fsdp.division import Held, Report, absent_in_words, keeps_ward, newest_held
 from zbmd.training.torch.fsdp.modules import local_of
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import (
@@ -77,6 +78,8 @@ _ALIGNED: Final = 64
 _LENGTH: Final = struct.Struct("<Q")
 _IDENTITY_BITS: Final = 48
 """Of the digest of a loop's identity: a note has float64 numbers."""
+_NOTED: Final = 4
+"""Numbers of a note: version, identity, launch, and whether the copy of the ward's shard is there."""
 _SPARE_BYTES: Final = 64 << 10
 """Room for what a state grows by: what is not tensors may be longer in a later step."""
 
@@ -116,13 +119,14 @@ class LoopMemory:
 
     def __init__(self, worker: Worker, launched: RankEnvironment, identity: str) -> None:
         self._worker, self._store = worker, _taken() if launched.holds else None
+        self._launch, self._ranks_per_node = launched.launch, launched.ranks_per_host
         digest = hashlib.blake2b(identity.encode(), digest_size=_IDENTITY_BITS // 8).digest()
         self._identity = float(int.from_bytes(digest, "little"))
         self._found: dict[Held, tuple[FoundState, int]] = {}
         self._refused = False
         self._sources: list[int] = []
         """The ranks whose memory the loop goes on from."""
-        self._is_first = self._has_reported = False
+        self._is_first = self._keeps_ward = self._has_reported = False
         self._copy: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-held")
         if self._store is not None:
@@ -134,8 +138,14 @@ class LoopMemory:
             store.blocks.append(_Block(found.name, StampedSlots(found.memory, found.name), found.release))
             for slot in range(SLOTS):
                 note = found.noted(slot)
-                if len(note) == 2 and note[1] == self._identity:
-                    held = Held(version=int(note[0]), place=found.name.place, size=found.name.ranks)
+                if len(note) == _NOTED and note[1] == self._identity:
+                    held = Held(
+                        version=int(note[0]),
+                        place=found.name.place,
+                        size=found.name.ranks,
+                        keeps=note[3] > 0,
+                        launch=int(note[2]),
+                    )
                     self._found[held] = found, slot
                 else:
                     self._refused = self._refused or len(note) > 0
@@ -145,7 +155,7 @@ class LoopMemory:
     @property
     def held(self) -> tuple[Held, ...]:
         """The whole versions that the process before has left, of this loop."""
-        return tuple(sorted(self._found, key=lambda each: (each.version, each.size, each.place)))
+        return tuple(sorted(self._found, key=lambda each: (each.launch, each.version, each.size, each.place)))
 
     def agree(self, exchange: Exchange, rank: int) -> bool:
         """Return whether the loop goes on from memory: all of one step is there.
@@ -161,27 +171,28 @@ class LoopMemory:
         newest = newest_held(reports)
         if newest is None:
             if rank == 0 and (refused or any(each.held for each in reports)):
-                other = "a loop over another model, optimizer or number of shares" if refused else ""
+                other = "it is of a loop over another model, optimizer or number of shares"
                 print(
-                    f"the memory of a run before is not used: it is of {other or 'no step that is whole'}",
+                    f"the memory of a run before is not used: {absent_in_words(reports) or other}",
                     file=sys.stderr,
                     flush=True,
                 )
             self._forget()
             return False
-        chosen = newest.version, newest.size
+        chosen = newest.launch, newest.version, newest.size
         self._sources = [
             at
             for at, each in enumerate(reports)
-            if any((held.version, held.size) == chosen for held in each.held)
+            if any((held.launch, held.version, held.size) == chosen for held in each.held)
         ]
         return True
 
-    def tell_resumed(self, step: int, rank: int) -> None:
-        """Have rank 0 say which step the loop goes on from."""
+    def tell_resumed(self, step: int, rank: int, *, otherwise: str) -> None:
+        """Have rank 0 say which step the loop goes on from. otherwise: from where, if not from memory."""
         if rank == 0:
-            ranks = ", ".join(map(str, self._sources))
-            print(f"resumed step {step} from the memory of rank {ranks}", file=sys.stderr, flush=True)
+            memory = f"the memory of rank {', '.join(map(str, self._sources))}"
+            source = memory if self._sources else f"the checkpoint in {otherwise}"
+            print(f"resumed step {step} from {source}", file=sys.stderr, flush=True)
 
     def _forget(self) -> None:
         """The loop begins without what is there, so no later run must find it."""
@@ -211,7 +222,7 @@ class LoopMemory:
         kept = decode(header.tree, inner[len(header.own) :])
         carried = loaded(kept["rest"], state.optimizers, state.boundary)
         if state.shards is not None:
-            state.shards.recall(held, kept["shard"])
+            state.shards.recall(held, kept["shard"], kept["ward"])
         state.adopt(replace(carried, rows=tuple(without_wishes(row) for row in carried.rows)))
         log.info("the state is that in memory", step=state.position.step, part=held.place, of=held.size)
 
@@ -219,8 +230,9 @@ class LoopMemory:
 
     def enter(self, group: Group, *, is_sharded: bool) -> None:
         """Go on with these ranks, between two steps. is_sharded: whether each has a part of the state."""
-        hosts = hosts_of(group.view, group.members)
-        self._is_first = is_sharded or hosts.index(hosts[group.rank]) == group.rank
+        nodes = [member // self._ranks_per_node for member in group.members]
+        self._is_first = is_sharded or nodes.index(nodes[group.rank]) == group.rank
+        self._keeps_ward = is_sharded and keeps_ward(nodes, group.rank)
 
     def keep(self, state: LoopState, version: int) -> None:
         """Begin to copy the state after a committed step. version: of the machine.
@@ -231,9 +243,10 @@ class LoopMemory:
             return
         self.staged()
         self._found.clear()
-        prepared = _prepared(state, version)
+        ward = None if state.shards is None or not self._keeps_ward else state.shards.ward_state()
+        prepared = _prepared(state, version, ward)
         part = (0, 1) if state.shards is None else (state.rank, state.ranks)
-        note = np.array([version, self._identity])
+        note = np.array([version, self._identity, self._launch, ward is not None])
         self._copy = self._pool.submit(self._write, self._store, prepared, part, state.position.step, note)
 
     def staged(self) -> None:
@@ -298,16 +311,19 @@ class LoopMemory:
         return _Block(name, slots, partial(kept.release, where))
 
 
-def _prepared(state: LoopState, version: int) -> _Prepared:
-    """Return the memory of a state, in which what may change before the next vote is a copy."""
+def _prepared(state: LoopState, version: int, ward: Any) -> _Prepared:
+    """Return the memory of a state, in which what may change before the next vote is a copy.
+
+    ward: as `Shards.ward_state` returns it.
+    """
     shards = state.shards
     rest = rest_of(state.optimizers, state.boundary, state.carried(version), moments=shards is None)
-    tree = {"rest": rest, "shard": None if shards is None else shards.state()}
+    tree = {"rest": rest, "shard": None if shards is None else shards.state(), "ward": ward}
     data, inner = encode(tree, "the state of a loop")
     shapes = [Shape(name_of(tensor.dtype), list(tensor.shape)) for tensor in inner]
     header = msgspec.msgpack.encode(Header(data, shapes, [described(*each) for each in state.tensors]))
     head = np.frombuffer(_LENGTH.pack(len(header)) + header, np.uint8)
-    pieces, at, settled = [(0, head)], head.size, _settled(state)
+    pieces, at, settled = [(0, head)], head.size, _settled(state, ward)
     for tensor in [*(each for _, each in state.tensors), *inner]:
         whole = tensor.detach().cpu().contiguous()
         if whole.data_ptr() == tensor.data_ptr() and whole.data_ptr() not in settled:
@@ -318,12 +334,15 @@ def _prepared(state: LoopState, version: int) -> _Prepared:
     return _Prepared(pieces, at)
 
 
-def _settled(state: LoopState) -> set[int]:
-    """Return the addresses of what only an update writes: parameters and moments."""
+def _settled(state: LoopState, ward: Any) -> set[int]:
+    """Return the addresses of what only an update writes: parameters and moments, and those of the ward."""
     parameters = [each for model in state.models for each in model.parameters()]
     moments = [
         value for one in state.optimizers for values in one.state.values() for value in values.values()
     ]
+    if ward is not None:
+        parameters += ward["parameters"]
+        moments += [value for values in ward["moments"] for value in values.values()]
     tensors = (local_of(each) for each in (*parameters, *moments) if isinstance(each, torch.Tensor))
     return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
 

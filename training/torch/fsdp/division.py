@@ -30,12 +30,15 @@ class Division:
 class Held:
     """Part `place` of `size` of the state of `version`, in memory that outlives its rank.
 
-    A state that all ranks have alike is part 0 of 1.
+    A state that all ranks have alike is part 0 of 1. keeps: whether a copy of the ward's part is beside it.
+    launch: when the job was launched that has written it; parts of two launches are of no common state.
     """
 
     version: int
     place: int = 0
     size: int = 1
+    keeps: bool = False
+    launch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,16 @@ def buddy_of(place: int, size: int) -> int:
 def ward_of(place: int, size: int) -> int:
     """Return whose shard a rank keeps a copy of: that of the one before."""
     return (place - 1) % size
+
+
+def keeps_ward(nodes: Sequence[int], place: int) -> bool:
+    """Return whether memory is to hold the copy of the ward's part, beside the own one.
+
+    nodes: of each rank. It is of use once a node's memory is lost, if that had no other part: the ward is
+    alone on a node, and that is another one.
+    """
+    ward = nodes[ward_of(place, len(nodes))]
+    return ward != nodes[place] and nodes.count(ward) == 1
 
 
 def rows_of(rows: int, size: int, place: int) -> tuple[int, int]:
@@ -199,23 +212,61 @@ def lost_part(reports: Sequence[Report]) -> str:
 
 
 def newest_held(reports: Sequence[Report]) -> Held | None:
-    """Return the newest state, by one of its parts, of which memory holds all; None: there is none."""
+    """Return the newest state, by one of its parts, of which memory holds all; None: there is none.
+
+    One of a later launch is newer: the run has begun again, or gone on, from what was there then.
+    """
+    return next((each for each in _newest_first(reports) if not absent_parts(reports, each)), None)
+
+
+def _newest_first(reports: Sequence[Report]) -> list[Held]:
     every = {each for report in reports for each in report.held}
-    whole = [
-        each
-        for each in every
-        if all(Held(version=each.version, place=at, size=each.size) in every for at in range(each.size))
-    ]
-    return max(whole, key=lambda each: (each.version, each.size, each.place), default=None)
+    return sorted(every, key=lambda each: (each.launch, each.version, each.size, each.place), reverse=True)
+
+
+def absent_parts(reports: Sequence[Report], of: Held) -> list[int]:
+    """Return the parts of the state that `of` is one of, of which memory has neither them nor a copy."""
+    there = set[int]()
+    for each in (each for report in reports for each in report.held):
+        if (each.launch, each.version, each.size) == (of.launch, of.version, of.size):
+            there |= {each.place, ward_of(each.place, each.size)} if each.keeps else {each.place}
+    return [place for place in range(of.size) if place not in there]
+
+
+def absent_in_words(reports: Sequence[Report]) -> str:
+    """Return what the newest state in memory lacks; "" if there is none."""
+    newest = next(iter(_newest_first(reports)), None)
+    if newest is None:
+        return ""
+    absent = ", ".join(map(str, absent_parts(reports, newest)))
+    return f"no step is whole in it: of the last one, the shard of rank {absent} of {newest.size} is missing"
 
 
 def missing_held(reports: Sequence[Report], version: int) -> list[int]:
-    """Return the parts that no rank has, if the memory of fresh ranks holds all of them at `version`."""
+    """Return the parts that memory of fresh ranks has to give, so that none is missing at `version`.
+
+    Empty: it cannot. A part of which memory has a copy alone is had by its buddy, with the buddy's own part.
+    """
     holders = holders_of(reports)
-    held = {each for report in reports if report.fresh for each in report.held}
-    missing = [place for place, holder in enumerate(holders) if holder is None]
-    there = (Held(version=version, place=place, size=len(holders)) in held for place in missing)
-    return missing if all(there) else []
+    taken = {report.division.place for report in reports if report.division is not None}
+    held = {
+        (each.place, keeps)
+        for report in reports
+        if report.fresh
+        for each in report.held
+        if (each.version, each.size) == (version, len(holders))
+        for keeps in {False, each.keeps}
+    }
+    found = list[int]()
+    for place in (place for place, holder in enumerate(holders) if holder is None):
+        buddy = buddy_of(place, len(holders))
+        if (place, False) in held:
+            found.append(place)
+        elif (buddy, True) in held and buddy not in taken:
+            found.append(buddy)
+        else:
+            return []
+    return found
 
 
 def moves_of(reports: Sequence[Report], version: int, source: int) -> list[Move]:

@@ -147,12 +147,21 @@ class Shards:
         """Return this rank's shard, as `recall` takes it."""
         return self._own.state()
 
-    def recall(self, held: Held, state: Any) -> None:
-        """Have a part that memory has held, which may be of another number of ranks."""
+    def ward_state(self) -> Any:
+        """Return the copy of the ward's shard, as `recall` takes it; None: there is none of this version."""
+        return None if self._replica is None or self._holds else self._replica.state()
+
+    def recall(self, held: Held, state: Any, ward: Any) -> None:
+        """Have a part that memory has held, which may be of another number of ranks.
+
+        ward: the copy of the ward's; None: it has held none.
+        """
         if (held.place, held.size) == (self._rank, self._size):
             self._own.load(state)
+            if ward is not None:
+                self._keep_copy(ward)
         else:  # it is divided again, with the others', in the next meeting
-            self._adopted = _Received(Division(number=0, size=held.size, place=held.place), state, None)
+            self._adopted = _Received(Division(number=0, size=held.size, place=held.place), state, ward)
 
     def digests(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the digests of this rank's shard, and of the copy that it keeps, by parameter."""
@@ -256,5 +265,5 @@ class Shards:
         self.modules.divide()
         self._own.load(received.own)
         self._out = Letter([local_of(each) for each in self._own.updated])
-        if self._size > 1:
+        if self._size > 1 and received.ward is not None:
             self._keep_copy(received.ward)

@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.training.torch import transaction as tx
-from zbmd.training.torch.fsdp.division import Division, Held, Move, What
+from zbmd.training.torch.fsdp.division import (
+    Division,
+    Held,
+    Move,
+    Report,
+    What,
+    absent_in_words,
+    buddy_of,
+    keeps_ward,
+    newest_held,
+)
 from zbmd.training.torch.transaction import Phase, Transactions
 from zbmd.transport.errors import LocalProtocolError
 
@@ -22,8 +32,12 @@ def holding(*held: Held, place: int = 0, size: int = 1, sharded: bool = False) -
     return made
 
 
-def part(version: int, place: int, size: int) -> Held:
-    return Held(version=version, place=place, size=size)
+def part(version: int, place: int, size: int, *, keeps: bool = False, launch: int = 0) -> Held:
+    return Held(version=version, place=place, size=size, keeps=keeps, launch=launch)
+
+
+def fresh_with(*held: Held) -> Report:
+    return Report(version=0, voted=False, fresh=True, held=held)
 
 
 def meet(machines: list[Transactions]) -> list[list[tx.Action]]:
@@ -87,6 +101,44 @@ def test_a_rank_and_its_buddy_that_are_lost_together_come_back_from_memory() -> 
             assert all(isinstance(each[0], tx.Fail) for each in actions)
 
 
+def test_a_lost_nodes_shard_comes_from_the_copy_that_its_buddys_memory_has() -> None:
+    held = [(part(6, 0, 3, keeps=True),), (), (part(6, 2, 3, keeps=True),)]
+    machines = [holding(*each, place=at, size=3, sharded=True) for at, each in enumerate(held)]
+    assert meet(machines) == [[tx.Recall(held=held[0][0])], [tx.Meet()], [tx.Recall(held=held[2][0])]]
+    for each in (machines[0], machines[2]):
+        each.handle(tx.Recalled(), now_ns=0)
+    _, taken, _ = meet(machines)
+    assert [(one.what, one.source) for one in taken if isinstance(one, Move)] == [
+        (What.REST, 0),
+        (What.SHARD, 2),
+        (What.COPY, 0),
+    ]
+
+
+def test_parts_of_two_launches_are_no_state_and_the_later_launch_is_newer() -> None:
+    mixed = [fresh_with(part(9, 0, 2, launch=1)), fresh_with(part(9, 1, 2, launch=2))]
+    assert newest_held(mixed) is None
+    assert absent_in_words(mixed).endswith("of the last one, the shard of rank 0 of 2 is missing")
+    later = Held(version=4, launch=2)
+    assert newest_held([fresh_with(Held(version=9, launch=1)), fresh_with(later)]) == later
+    assert absent_in_words([fresh_with()]) == ""
+
+
+@given(nodes=st.lists(st.integers(0, 4), min_size=1, max_size=8).map(sorted), lost=st.integers(0, 4))
+def test_memory_has_all_parts_without_a_node_whose_buddies_were_to_keep_them(
+    nodes: list[int], lost: int
+) -> None:
+    size = len(nodes)
+    held = [(part(3, at, size, keeps=keeps_ward(nodes, at)),) for at in range(size)]
+    reports = [fresh_with(*(() if nodes[at] == lost else held[at])) for at in range(size)]
+    gone = [at for at in range(size) if nodes[at] == lost]
+    kept = all(held[buddy_of(at, size)][0].keeps for at in gone) and len(gone) < size
+    assert (newest_held(reports) is not None) == kept
+    assert not any(one.keeps for (one,) in held) or len(set(nodes)) > 1, "one node has no copy of its own"
+    if len(gone) == 1 and size > 1:
+        assert kept, "a node with one rank alone is protected"
+
+
 def test_a_state_is_recalled_when_that_is_asked_for_alone() -> None:
     with pytest.raises(LocalProtocolError, match="phase fresh"):
         holding(Held(version=7)).handle(tx.Recalled(), now_ns=0)
@@ -102,9 +154,17 @@ def test_whoever_dies_as_a_step_is_recalled_all_end_at_it(seed: int, ranks: int,
         versions = rng.choice([(base,), (base - 1, base), (base, base + 1)])
         at, of = (place, ranks) if sharded else (0, 1)
         memory.append(tuple(part(version, at, of) for version in versions))
+    ahead = [any(held.version > base for held in each) for each in memory]
     if not sharded:
         memory = [each if at == 0 or rng.random() < 0.5 else () for at, each in enumerate(memory)]
-    ahead = [any(held.version > base for held in each) for each in memory]
+        ahead = [any(held.version > base for held in each) for each in memory]
+    elif ranks > 1 and rng.random() < 0.5:  # each rank on a node of its own, of which one has lost its memory
+        memory = [
+            tuple(part(one.version, at, ranks, keeps=True) for one in each) for at, each in enumerate(memory)
+        ]
+        lost = rng.randrange(ranks)
+        memory[lost], ahead[lost] = (), False
+        ahead = [each or ahead[buddy_of(at, ranks)] for at, each in enumerate(ahead)]
     target = base + (all(ahead) if sharded else any(ahead))
 
     def fresh(place: int) -> Transactions:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from zbmd.tools.entry import zbmd as cli
+from zbmd.training.autograd.parameter_layout import flat_slice
 from zbmd.training.checkpoint import writer
+from zbmd.training.checkpoint.blocks import BLOCK_BYTES, Codec, Shard
 from zbmd.training.checkpoint.index import Retention, is_index, is_shard
-from zbmd.training.checkpoint.sharded import read_names
+from zbmd.training.checkpoint.sharded import Piece, read_names, write_alone
 from zbmd.training.checkpoint.storage import Directory
 from zbmd.training.checkpoint.verified import newest_whole
 from zbmd.training.job.data_parallel import DataParallelTask, State, run_task
@@ -122,3 +128,77 @@ async def test_a_rehearsal_finds_what_is_damaged_and_another_is_written(
     told = capfd.readouterr().err
     assert told.count("is damaged: ") == 1 and "checksum mismatch in block 0" in told
     assert damaged[0] in told and "Another one is written" in told
+
+
+RANKS, BLOCKS = 3, 8
+
+
+def write(out: Path, version: int, codec: Codec = Codec.NONE) -> Path:
+    """Write a checkpoint of `BLOCKS` blocks; return its shard."""
+    numbers = np.arange(BLOCKS * BLOCK_BYTES // 4, dtype=np.float32) + version
+    piece = Piece("x", flat_slice(numbers.size, 0, numbers.size), (numbers,), names=("weights",))
+    write_alone(out, [piece], version=version, plan="any", retention=Retention(9), codec=codec)
+    return of_version(out, version, "shard")
+
+
+class Voting:
+    """The vote of threads, each of which is a rank; and the blocks that each of them reads."""
+
+    def __init__(self) -> None:
+        self.votes = [0] * RANKS
+        self.rounds = threading.Barrier(RANKS)
+
+    def found(self, out: Path) -> list[Path | UserError]:
+        """Return what each rank finds."""
+        with ThreadPoolExecutor(RANKS) as ranks:
+            return list(ranks.map(lambda place: self._found(out, place), range(RANKS)))
+
+    def _found(self, out: Path, place: int) -> Path | UserError:
+        def vote(at: int) -> list[int]:
+            self.votes[place] = at
+            self.rounds.wait()
+            votes = [*self.votes]
+            self.rounds.wait()
+            return votes
+
+        try:
+            return newest_whole(out, vote, place=place, places=RANKS)
+        except UserError as error:
+            return error
+
+
+def test_ranks_verify_disjoint_parts_that_are_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, parts = Shard.verify, list[Sequence[tuple[str, int]]]()
+
+    def verify(self: Shard, blocks: Any = None) -> None:
+        parts.append(blocks)
+        read(self, blocks)
+
+    monkeypatch.setattr(Shard, "verify", verify)
+    write(tmp_path, 1)
+    found = Voting().found(tmp_path)
+    assert {str(each) for each in found} == {str(of_version(tmp_path, 1, "index"))}
+    assert sorted(block for part in parts for block in part) == [("weights.x", at) for at in range(BLOCKS)]
+    assert max(map(len, parts)) == -(-BLOCKS // RANKS)
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_a_byte_that_one_rank_finds_damaged_makes_all_fall_back(
+    tmp_path: Path, codec: Codec, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last three checkpoints are damaged, each in the part of another rank."""
+    for version in range(1, 5):
+        shard = write(tmp_path, version, codec)
+        if version > 1:
+            damage(shard, -(version - 1) * shard.stat().st_size // BLOCKS + 99)
+    found = Voting().found(tmp_path)
+    assert {str(each) for each in found} == {str(of_version(tmp_path, 1, "index"))}
+    told = capfd.readouterr().err
+    assert told.count("left out: ") == 3 and told.count("going on from the checkpoint of step 1") == 1
+    assert read_names(tmp_path).version == 1
+    damage(of_version(tmp_path, 1, "shard"))
+    errors = [str(each) for each in Voting().found(tmp_path) if isinstance(each, UserError)]
+    assert len(errors) == RANKS and all("is whole" in each for each in errors)
+    assert sum("checksum mismatch" in each or "decompressed" in each for each in errors) >= 1

@@ -37,7 +37,7 @@ from zbmd.transport.errors import RemoteProtocolError, UserError
 torch: Any = importlib.import_module("torch")
 layouts: Any = importlib.import_module("torch.distributed.tensor._utils")
 
-_REFUSED: Final = "refused: "
+_VOTE_BYTES: Final = 8
 REST: Final = "zbmd.loop"
 """The name of the piece with the rest."""
 _NUMPY: Final = frozenset(
@@ -192,22 +192,26 @@ def load(saved: SavedState, state: LoopState) -> Carried:
 def agreed_name(exchange: Exchange, where: str, rank: int, refused: str) -> str:
     """Return the name of the index that all ranks go on from: of the newest checkpoint that is whole.
 
-    Rank 0 verifies it; all call this. refused: why it must not go on. Raises `UserError` on all ranks.
+    Each rank verifies a part of it; all call this. refused: why rank 0 must not go on. Raises `UserError` on
+    all ranks.
     """
-    said = f"{_REFUSED}{refused}" if refused else ""
-    if rank == 0 and not refused:
-        try:
-            said = str(newest_whole(Path(where))).rpartition("/")[2]
-        except UserError as error:
-            said = f"{_REFUSED}{error}"
     try:
-        agreed = exchange.gather(said.encode())[0].decode(errors="replace")
+        told = exchange.gather(refused.encode())
+        if told[0]:
+            raise UserError(told[0].decode(errors="replace"))
+        places = len(told)
+
+        def vote(at: int) -> list[int]:
+            rows = exchange.gather(at.to_bytes(_VOTE_BYTES, "little"))
+            return [int.from_bytes(row, "little") for row in rows]
+
+        found = newest_whole(Path(where), vote, place=rank, places=places)
     except LOSSES as error:  # all meet again before the first step, and have chosen by then
         CONTINUITY.note(error)
-        agreed = said or str(newest_whole(Path(where))).rpartition("/")[2]
-    if agreed.startswith(_REFUSED):
-        raise UserError(agreed.removeprefix(_REFUSED))
-    return agreed
+        if refused:
+            raise UserError(refused) from None
+        found = newest_whole(Path(where))
+    return str(found).rpartition("/")[2]
 
 
 def resume(where: Path | str, state: LoopState, plan: LoopPlan, seed: int | None) -> int:

@@ -26,7 +26,7 @@ from zbmd.collectives.torch.messages import Messages
 from zbmd.collectives.torch.reductions import Reduction, reduction_of
 from zbmd.collectives.torch.stand_in import Alone
 from zbmd.collectives.torch.tensors import Called, TensorBuffer
-from zbmd.collectives.torch.work import COMPLETERS, DONE, OVER, Work, in_call
+from zbmd.collectives.torch.work import COMPLETERS, DONE, OVER, WAITS, Work, in_call
 from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import ZbmdError
 from zbmd.transport.native._native import now_ns
@@ -150,7 +150,10 @@ class Queue(Messages):
         self, run: Callable[[Communicator], object], outputs: Sequence[Any], opts: Any, end_ns: int
     ) -> Any:
         if self._may_run_here(opts):
+            begin_ns = now_ns() if WAITS.is_on else 0
             run(self._group.communicator)
+            if begin_ns:
+                WAITS.add(begin_ns)
             return OVER
         return self._work(self._group.submit(run, patience_s=(end_ns - now_ns()) / 1e9), outputs)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import concurrent.futures
 import importlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -20,12 +22,16 @@ from zbmd.collectives.p2p.direct import DirectMessages
 from zbmd.collectives.torch.continuity import BESIDE, CONTINUITY
 from zbmd.collectives.torch.tensors import TensorBuffer
 from zbmd.transport.errors import DeadlineExceeded, ZbmdError
+from zbmd.transport.native._native import now_ns
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
 
 COMPLETERS = 8
 """Threads that complete futures. A callback may wait for another future, so there is more than one."""
+
+WAITS_MAX: Final = 4_096
+"""The latest intervals that are kept."""
 
 DONE: Final[Future[Any]] = Future()
 """Of operations that are over when their works are made."""
@@ -51,6 +57,61 @@ def as_torch_error(error: BaseException) -> BaseException:
     if CONTINUITY.is_beside:
         setattr(wrapped, BESIDE, True)
     return wrapped
+
+
+class WaitLog:
+    """The intervals in which callers have waited for operations, since the last `take`; ns.
+
+    C++ waits for futures where nothing here sees it: DDP does so at the end of a backward pass. From the call
+    that asked for the last future until the last future is done counts as such an interval.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        """Whether anyone takes them."""
+        self._spans: deque[tuple[int, int]] = deque(maxlen=WAITS_MAX)
+        self._asked_ns = self._answered_ns = 0
+
+    def add(self, begin_ns: int) -> None:
+        """A wait that began at `begin_ns` has ended."""
+        self._spans.append((begin_ns, now_ns()))
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """The caller waits within the context."""
+        begin_ns = now_ns()
+        try:
+            yield
+        finally:
+            if self.is_on:
+                self.add(begin_ns)
+
+    def asked(self) -> None:
+        """A future has been asked for."""
+        self._asked_ns = now_ns()
+
+    def answered(self) -> None:
+        """A future is done; from any thread."""
+        self._answered_ns = now_ns()
+
+    def take(self) -> list[tuple[int, int]]:
+        """Return the intervals, in order and disjoint, and forget them."""
+        spans = list(self._spans)
+        self._spans.clear()
+        if self._asked_ns:
+            spans.append((self._asked_ns, self._answered_ns))
+            self._asked_ns = 0
+        found = list[tuple[int, int]]()
+        end = 0
+        for begin, until in sorted(spans):
+            if until > max(begin, end):
+                found.append((max(begin, end), until))
+                end = until
+        return found
+
+
+WAITS: Final = WaitLog()
+"""Of this process."""
 
 
 class Waits:
@@ -80,6 +141,7 @@ class Waits:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once it is done. timeout: no limit if it is 0 or less. Raises `DistBackendError`."""
         limit_s = timeout.total_seconds() if timeout is not None else 0.0
+        begin_ns = now_ns() if WAITS.is_on and not self._done.done() else 0
         if self._begun_in is not None and not self._done.done():
             if limit_s > 0:
                 self._hand_over()
@@ -91,6 +153,8 @@ class Waits:
             raise dist.DistBackendError(f"the operation is not done after {limit_s:g} s") from None
         except ZbmdError as error:
             raise as_torch_error(error) from error
+        if begin_ns:
+            WAITS.add(begin_ns)
         return True
 
     def synchronize(self) -> None:
@@ -137,6 +201,9 @@ class Waits:
         if self._future is not None:
             return self._future
         outputs, done = self.result(), self._done
+        is_noted = WAITS.is_on
+        if is_noted:
+            WAITS.asked()
 
         def value(_: Any) -> list[Any]:
             error = done.exception()
@@ -149,6 +216,8 @@ class Waits:
         self._future = base.then(value)
 
         def completed(_: Future[Any]) -> None:
+            if is_noted:
+                WAITS.answered()
             try:
                 self._completers.submit(base.set_result, None)
             except RuntimeError:  # the process group has been shut down

@@ -96,21 +96,14 @@ class SlowRanks:
         for action in self._machine.handle(Stepped(trainer.step, trainer.samples)):
             done = self._done_about(action, groups, trainer)
             if self._reports():
-                self._report(action, done, profiler)
-            if done == REPLACED and isinstance(action, Named) and action.rank == self._worker.rank:
-                write_exit_reason(f"{action.text}; {done}")
-                os.kill(os.getpid(), signal.SIGKILL)
+                report(self._worker, profiler, action, done)
+            end_if_replaced(self._worker, action, done)
 
     def _done_about(self, action: StragglerAction, groups: MeshGroups, trainer: Trainer) -> str:
         """Act on it, alike on all ranks; return what was done, for the report."""
-        named, wanted = isinstance(action, Named), self._on_straggler
-        if wanted is OnStraggler.REBALANCE and action.cause in MOVABLE:
+        if self._on_straggler is OnStraggler.REBALANCE and action.cause in MOVABLE:
             return self._rebalanced(action, groups, trainer)
-        if not named:
-            return ""
-        if wanted is OnStraggler.REPLACE:
-            return REPLACED if isinstance(action, Named) and action.incarnation == 1 else REPLACED_BEFORE
-        return NOTHING if wanted is OnStraggler.WARN else NOT_MOVABLE
+        return done_about(action, self._on_straggler, NOTHING)
 
     def _rebalanced(self, action: StragglerAction, groups: MeshGroups, trainer: Trainer) -> str:
         mesh, place = groups.mesh, groups.world.members.index(action.rank)
@@ -130,34 +123,53 @@ class SlowRanks:
         self._machine.handle(Moved(trainer.shares))
         return f"logical shards of ranks are now {', '.join(map(str, shares))}"
 
-    def _report(self, action: StragglerAction, done: str, profiler: Profiler) -> None:
-        text, named = f"{action.text}; {done}" if done else action.text, isinstance(action, Named)
-        print(f"step {action.step} {text}", file=sys.stderr, flush=True)
-        factor = action.factor if isinstance(action, Named) else 1.0
-        line = StragglerLine(
-            step=action.step,
-            slow=action.rank,
-            cause=action.cause.value,
-            factor=factor,
-            text=text[:1024],
-            at_ns=now_ns(),
-            over=not named,
-        )
-        profiler.straggler(line)
-        self._worker.report(
-            {
-                "kind": "straggler",
-                "step": action.step,
-                "rank": action.rank,
-                "cause": line.cause,
-                "factor": factor,
-                "text": line.text,
-                "over": line.over,
-            }
-        )
+
+def done_about(action: StragglerAction, wanted: OnStraggler, nothing: str) -> str:
+    """Return what is done about it where no shards move, for the report. nothing: the words for `WARN`."""
+    if not isinstance(action, Named):
+        return ""
+    if wanted is OnStraggler.REPLACE:
+        return REPLACED if action.incarnation == 1 else REPLACED_BEFORE
+    return nothing if wanted is OnStraggler.WARN else NOT_MOVABLE
+
+
+def end_if_replaced(worker: Worker, action: StragglerAction, done: str) -> None:
+    """End this process if it is the one that is to be replaced."""
+    if done == REPLACED and isinstance(action, Named) and action.rank == worker.rank:
+        write_exit_reason(f"{action.text}; {done}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def report(worker: Worker, profiler: Profiler, action: StragglerAction, done: str) -> None:
+    """Report a straggler for all ranks: on stderr, in this rank's profile, and to the launcher."""
+    text, named = f"{action.text}; {done}" if done else action.text, isinstance(action, Named)
+    print(f"step {action.step} {text}", file=sys.stderr, flush=True)
+    factor = action.factor if isinstance(action, Named) else 1.0
+    line = StragglerLine(
+        step=action.step,
+        slow=action.rank,
+        cause=action.cause.value,
+        factor=factor,
+        text=text[:1024],
+        at_ns=now_ns(),
+        over=not named,
+    )
+    profiler.straggler(line)
+    worker.report(
+        {
+            "kind": "straggler",
+            "step": action.step,
+            "rank": action.rank,
+            "cause": line.cause,
+            "factor": factor,
+            "text": line.text,
+            "over": line.over,
+        }
+    )
 
 
 NOTHING = "nothing is done about it (--on-straggler rebalance or replace would)"
+NOTHING_IN_LOOPS = 'nothing is done about it (on_straggler="replace" would)'
 NOT_MOVABLE = "nothing is done about it: its shards are not the cause"
 REPLACED = "it is ended, as if it had died"
 REPLACED_BEFORE = "nothing is done about it: it was replaced before"

@@ -318,7 +318,7 @@ def _overlap(told: tuple[int, int, int]) -> Overlap:
 
 
 def open_profiler(
-    directory: Path,
+    directory: Path | None,
     model: GPT | None,
     *,
     sequences: int,
@@ -328,7 +328,8 @@ def open_profiler(
 ) -> Profiler:
     """Return the profiler of this rank, whose passes are of `model` over `sequences` of its context's length.
 
-    None: no model whose operations are known. ops_every: see `Profiler`.
+    directory: None: it writes no files. model: None: none whose operations are known. ops_every: see
+    `Profiler`.
 
     Raises `UserError` for a ZBMD_PROFILE that is neither on nor off.
     """

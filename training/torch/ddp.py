@@ -15,6 +15,7 @@ import numpy as np
 
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES
 from zbmd.collectives.torch.tensors import TensorBuffer
+from zbmd.collectives.torch.work import WAITS
 from zbmd.training.step.reduction import AccumulationPlan, ShardSum, all_reduce_partials
 from zbmd.training.torch.fsdp.replica import digest_of
 from zbmd.training.torch.shares import Shares
@@ -222,9 +223,10 @@ class ReplicatedShares(Shares):
         default, sums = CONTINUITY.groups[0], self._sums
         end_ns = now_ns() + round(default.limit_s * 1e9)
         try:
-            default.made.submit(
-                lambda c: all_reduce_partials(c, partials, out, sums, deadline_ns=end_ns)
-            ).result()
+            with WAITS.waiting():
+                default.made.submit(
+                    lambda c: all_reduce_partials(c, partials, out, sums, deadline_ns=end_ns)
+                ).result()
         except LOSSES as error:
             CONTINUITY.note(error)
             raise

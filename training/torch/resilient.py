@@ -10,7 +10,9 @@ from zbmd.collectives.torch.work import as_torch_error
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.index import KEEP_DEFAULT, Retention
 from zbmd.training.checkpoint.pace import Every
+from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.torch.durable.checkpoints import Options, Saves
+from zbmd.training.torch.durable.slow_ranks import require_choice
 from zbmd.training.torch.run import Run
 from zbmd.transport.errors import UserError, ZbmdError
 
@@ -28,6 +30,7 @@ def resilient(
     checkpoint_codec: str = Codec.NONE.value,
     resume: bool = False,
     exact: bool | int = False,
+    on_straggler: str = OnStraggler.WARN.value,
 ) -> Run:
     """Return a run whose steps survive the loss of ranks; see docs/GUIDE_TORCH.md.
 
@@ -50,6 +53,7 @@ def resilient(
     resume: go on from the newest checkpoint that is whole.
     exact: the bits do not depend on the number of ranks: a batch has so many logical shares (True: as many as
     ranks), each with the loader's batch size, which the ranks divide among them.
+    on_straggler: what is done about a slow rank: warn, or replace; see docs/GUIDE_STRAGGLERS.md.
     """
     models = [*model] if isinstance(model, list | tuple) else [model]
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
@@ -73,7 +77,13 @@ def resilient(
         codec=Codec(checkpoint_codec),
     )
     saves.check()
-    options = Options(out=None if out is None else Path(out), saves=saves, resume=resume, exact=exact)
+    options = Options(
+        out=None if out is None else Path(out),
+        saves=saves,
+        resume=resume,
+        exact=exact,
+        on_straggler=require_choice(on_straggler),
+    )
     try:
         return Run(models, optimizers, others, seed, options)
     except ZbmdError as error:

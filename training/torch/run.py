@@ -16,23 +16,22 @@ from typing import Any, ParamSpec, TypeVar
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
+from zbmd.training.autograd import spans
 from zbmd.training.checkpoint.sharded import Piece
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
-from zbmd.training.torch.ddp import ReplicatedShares
 from zbmd.training.torch.durable.checkpoints import LoopCheckpoints, Options
 from zbmd.training.torch.durable.memory import LoopMemory
 from zbmd.training.torch.durable.recorder import Recorder, claiming, plan_of
 from zbmd.training.torch.durable.saved import agreed_name, pieces_of, resume
+from zbmd.training.torch.durable.slow_ranks import SlowLoopRanks
 from zbmd.training.torch.exchange import Exchange
-from zbmd.training.torch.fsdp.gradients import ShardedShares
 from zbmd.training.torch.meetings import Meetings, supervised
 from zbmd.training.torch.rollback import seed_all
-from zbmd.training.torch.shares import Shares
-from zbmd.training.torch.state import LoopState
+from zbmd.training.torch.state import LoopState, shares_of
 from zbmd.training.torch.step import Step, StepAborted
 from zbmd.training.torch.transfer import Position
 from zbmd.transport import kill_points as faults
@@ -79,7 +78,8 @@ class Run:
         self._drawn: list[Drawn] = []
         """Of the batch of the step under way: of each share that this rank has."""
         most = launched.world_size if self._shrinks else ranks
-        self._shares = self._shares_of(most if options.exact is True else int(options.exact) or most)
+        shares = most if options.exact is True else int(options.exact) or most
+        self._shares = shares_of(self._state, shares, exact=options.exact, shrinks=self._shrinks)
         self._deals = False
         """Whether a batch of `batches` is out."""
         self._may_grow = False
@@ -100,6 +100,8 @@ class Run:
         self._run_id = f"{worker.job:016x}"
         self._memory = LoopMemory(worker, launched, self._plan.text())
         CONTINUITY.at_leave(self._memory.close)
+        self._slow = SlowLoopRanks(worker, options.out, options.on_straggler)
+        CONTINUITY.at_leave(self._slow.close)
         self._begin(worker, seed, replaces=CONTINUITY.mode is Mode.ALONE)
         CONTINUITY.enter()
 
@@ -128,24 +130,6 @@ class Run:
             self._open_recorder(fresh=fresh)
         if recalls or version:
             self._memory.tell_resumed(self.steps, state.rank, otherwise=options.saves.where)
-
-    def _shares_of(self, shares: int) -> Shares:
-        state, exact = self._state, self._options.exact
-        why = f"exact={exact}" if exact else "--on-loss shrink"
-        found: Shares
-        if state.shards is None:
-            found = ReplicatedShares(state.models, state.optimizers, shares, why)
-        else:
-            found = ShardedShares(state.models, state.shards.modules, shares, why)
-        if exact or self._shrinks:
-            if exact and state.shards is not None:
-                raise UserError(
-                    f"{why} is for DistributedDataParallel: over FSDP2 the bits depend on the number of ranks"
-                )
-            if self._shrinks and len(CONTINUITY.groups) > 1:
-                raise UserError(f"{why} takes the default process group alone: others would miss ranks")
-            found.check()
-        return found
 
     @property
     def _own_shares(self) -> tuple[int, ...]:
@@ -288,7 +272,10 @@ class Run:
         while True:
             self._call_due()
             self._take_others_in()
+            self._slow.begin(self.steps + 1)
+            self._slow.phase(spans.DATA)
             shares.draw(self._own_shares)
+            self._slow.phase(None)
             if not shares.batches:
                 break
             version, self._deals = self.version, True
@@ -374,6 +361,8 @@ class Run:
             self._begin_beside(old.step)
         share = self._own_shares[self._shares.number]
         if then is None:
+            self._slow.begin(old.step + 1)
+            self._slow.phase(spans.FORWARD)
             self._shares.begin()
             self._means[self._shares.number :] = [{}]
             self._seed_for("step", old.step, share=share)
@@ -430,16 +419,19 @@ class Run:
             return True
         finally:
             self._then = None
+            self._slow.phase(None)
             CONTINUITY.end_tail()
 
     def _reached(self) -> None:
         """A transaction has ended: after a step, copy it to memory, and begin a checkpoint if one is due."""
         if not self._is_step or self._meetings.is_over:
             return
+        self._slow.phase(spans.CHECKPOINT)
         self._memory.keep(self._state, self.version)
         if self._checkpoints is not None:
             asked = Wish(votes.asked_in(self._state.rows))
             self._checkpoints.reached(self._meetings.exchange.group, self.steps, asked, self._pieces)
+        self._slow.stepped()
 
     def _before_update(self, *_: Any) -> None:
         """Vote before the first optimizer of a step updates."""
@@ -456,11 +448,13 @@ class Run:
                 )
         elif not self._committed:
             self._commit(updates=True)
+        self._slow.phase(spans.OPTIMIZER)
 
     def _after_update(self, *_: Any) -> None:
         """Make the update of the ward as well."""
         if self._state.shards is not None and self._then is not None and self._committed:
             self._state.shards.replay()
+        self._slow.phase(None)
         faults.hit(points.UPDATED)
 
     def _commit(self, *, updates: bool = False) -> None:
@@ -482,6 +476,7 @@ class Run:
         try:
             if CONTINUITY.broken is not None:
                 raise CONTINUITY.broken
+            self._slow.phase(spans.CHECKPOINT)
             self._memory.staged()  # the update writes what is copied
             if self._checkpoints is not None:
                 self._checkpoints.staged()
@@ -503,6 +498,8 @@ class Run:
             self._miss_votes()
         else:
             self._use_votes()
+        if self._is_step and not promoted and not self._meetings.is_over:
+            self._slow.voted(self.steps, state.rows)
         if self._is_step:  # and not a save before one, whose batch is drawn
             self._drawn.clear()
         CONTINUITY.begin_tail(alone=promoted)
@@ -551,9 +548,11 @@ class Run:
     def _divide_shares(self) -> None:
         """After a meeting: compute the shares of a batch that are this rank's now, and write the records."""
         self._shares.at = 0
+        if self._meetings.divides:
+            self._shares.assign(self._state.rank, self._state.ranks)
+        self._slow.enter(self._meetings.exchange.group, self._shares.passes(self._state.ranks))
         if not self._meetings.divides:
             return
-        self._shares.assign(self._state.rank, self._state.ranks)
         if self._recorder is not None and self._state.rank:
             self._recorder.close()
             self._recorder = None
@@ -573,8 +572,10 @@ class Run:
 
     def _vote(self, *, updates: bool) -> tuple[bytes, ...]:
         state, shards, checkpoints = self._state, self._state.shards, self._checkpoints
+        self._slow.phase(spans.DIGEST)
         compares = updates and self.version % tx.DIGEST_EVERY == 0
         digests, copy = state.digests() if compares else ((), ())
+        self._slow.phase(spans.COMM)
         (action,) = self._meetings.do(tx.Prepared(updates=updates, digests=digests, copy=copy))
         if isinstance(action, tx.Deliver):
             assert shards is not None
@@ -583,10 +584,11 @@ class Run:
             (action,) = self._meetings.do(tx.Delivered())
         assert isinstance(action, tx.Vote)
         noted: votes.Noted | None = None
-        if self._options.out is not None and self._then is not None:
+        if self._then is not None:
             step = self._then.step if self._then.step > self.steps else 0
             names = tuple(sorted(self._means[0])) if self._means else ()
-            noted = votes.Noted(step, names, tuple(self._drawn) if step and self._drawn else (Drawn(),))
+            drawn = tuple(self._drawn) if step and self._drawn and self._options.out else (Drawn(),)
+            noted = votes.Noted(step, names, drawn, self._slow.sample if step else ())
         asks = 0 if checkpoints is None else int(checkpoints.wishes)
         if self._deals and self._may_grow and self._meetings.is_offered_more:
             asks |= votes.MEET

@@ -29,6 +29,7 @@ class Shares(ABC):
         """The number of the pass under way."""
         self.is_on = False
         self._own: tuple[int, ...] = ()
+        self._passes: tuple[int, ...] = ()
         self._idle = 0
         """Passes of this rank that count nothing: others have a share more, and need this rank's part."""
 
@@ -42,13 +43,19 @@ class Shares(ABC):
             raise UserError(f"{ranks} ranks for {self.shares} shares of a batch: each needs one")
         ranges = assign_shards(self.shares, ranks)
         self._own, self.ranks, self.at = tuple(range(*ranges[rank])), ranks, 0
-        longest = max(stop - start for start, stop in ranges)
+        counts = tuple(stop - start for start, stop in ranges)
+        longest = max(counts)
         self._idle = 0 if self.are_alone else longest - len(self._own)
+        self._passes = counts if self.are_alone else (longest,) * ranks
         self.is_on = True
 
     def own(self, rank: int) -> tuple[int, ...]:
         """Return the shares that `rank`, which is this one, computes, in their order."""
         return self._own if self.is_on else (rank,)
+
+    def passes(self, ranks: int) -> tuple[int, ...]:
+        """Return how many passes each of `ranks`, which are those of the loop, makes in a step."""
+        return self._passes if self.is_on else (1,) * ranks
 
     @property
     def number(self) -> int:

@@ -11,16 +11,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import votes
-from zbmd.training.torch.ddp import KeptBuckets
+from zbmd.training.torch.ddp import KeptBuckets, ReplicatedShares
+from zbmd.training.torch.fsdp.gradients import ShardedShares
 from zbmd.training.torch.fsdp.modules import has_shards
 from zbmd.training.torch.fsdp.shards import Shards
 from zbmd.training.torch.rollback import Boundary
+from zbmd.training.torch.shares import Shares
 from zbmd.training.torch.transfer import Carried, Position, give, own_tensors, take
 from zbmd.transport.errors import UserError
 
 torch: Any = importlib.import_module("torch")
+
+
+def shares_of(state: LoopState, shares: int, *, exact: bool | int, shrinks: bool) -> Shares:
+    """Return the shares of a batch of a loop. Raises `UserError` for models whose batches are not divided."""
+    why = f"exact={exact}" if exact else "--on-loss shrink"
+    found: Shares
+    if state.shards is None:
+        found = ReplicatedShares(state.models, state.optimizers, shares, why)
+    else:
+        found = ShardedShares(state.models, state.shards.modules, shares, why)
+    if exact or shrinks:
+        if exact and state.shards is not None:
+            raise UserError(
+                f"{why} is for DistributedDataParallel: over FSDP2 the bits depend on the number of ranks"
+            )
+        if shrinks and len(CONTINUITY.groups) > 1:
+            raise UserError(f"{why} takes the default process group alone: others would miss ranks")
+        found.check()
+    return found
 
 
 class LoopState:

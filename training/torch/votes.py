@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from zbmd.training.checkpoint.saving import Progress, Report
+from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS
+from zbmd.training.job.stragglers.scores import Floats
 from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch.ballots import Ballot
 from zbmd.training.torch.encoding import from_blob, to_blob
@@ -29,14 +32,28 @@ DIGESTS_MAX: Final = 1 << 20
 
 
 class Noted(msgspec.Struct, array_like=True, frozen=True):
-    """The part of a vote that is recorded: the step's number, names of means, the batch of each share."""
+    """The step's number, names of means and the batch of each share, which are recorded, and a `Sample`.
+
+    sample: of the step before; empty: that was not measured.
+    """
 
     step: int
     names: tuple[str, ...]
     drawn: tuple[Drawn, ...]
+    sample: tuple[float, ...] = ()
+
+
+class _Sampled(msgspec.Struct, array_like=True, frozen=True):
+    """The same bytes, with what this is about alone."""
+
+    step: int
+    names: msgspec.Raw
+    drawn: msgspec.Raw
+    sample: tuple[float, ...] = ()
 
 
 _noted: Final = msgspec.msgpack.Decoder(Noted)
+_sampled: Final = msgspec.msgpack.Decoder(_Sampled)
 
 
 def pack(
@@ -107,6 +124,26 @@ def noted_of(row: bytes, ranks: int) -> Noted | None:
     for each in noted.drawn:
         each.check(ranks)
     return noted
+
+
+def samples_of(rows: Sequence[bytes]) -> Floats:
+    """Return the sample of each rank, (ranks, `SAMPLE_NUMBERS`): zeros of one without. Raises
+    `RemoteProtocolError`.
+    """
+    found = np.zeros((len(rows), SAMPLE_NUMBERS))
+    for place, row in enumerate(rows):
+        head = _head(row)
+        if not head.noted:
+            continue
+        try:
+            sample = _sampled.decode(row[head.begin : head.begin + head.noted]).sample
+        except (msgspec.DecodeError, ValueError) as error:
+            raise RemoteProtocolError(f"the sample of a step in a vote: {error}") from None
+        if len(sample) not in (0, SAMPLE_NUMBERS):
+            raise RemoteProtocolError(f"expected {SAMPLE_NUMBERS} numbers of a step in a vote: {len(sample)}")
+        if sample:
+            found[place] = sample
+    return found
 
 
 def asked_in(rows: Sequence[bytes]) -> int:

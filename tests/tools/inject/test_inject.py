@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from programs import PROGRAMS
-from support.processes.launcher import MARKER, marked
+from support.jobs.slowed import injected
+from support.processes.launcher import marked
 from support.processes.polling import until
 
 from zbmd.tools.inject.command import target_in
@@ -46,20 +46,6 @@ def work(
         running.deadline_s += MORE_S
         running.until(rf"step {known} loss")
         yield running
-
-
-@contextmanager
-def injected(out: Path, *words: str) -> Generator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "zbmd", "inject", str(out), "--for", "10min", *words]
-    environment = {**os.environ, MARKER: out.as_posix()}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stderr is not None
-        said = process.stderr.readline()
-        assert "is slowed for" in said, said + process.stderr.read()
-        try:
-            yield process
-        finally:
-            process.terminate()
 
 
 def state_of(pid: int) -> str:

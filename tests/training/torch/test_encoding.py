@@ -105,6 +105,7 @@ def test_any_bytes_are_a_state_or_a_typed_error(data: bytes) -> None:
         lambda: votes.ballot_of(data),
         lambda: votes.means_of([data], ["a"]),
         lambda: votes.noted_of(data, 2),
+        lambda: votes.samples_of([data]),
         lambda: transfer.decode_header(data),
         lambda: continuity.decode_records(data),
     ):

@@ -28,6 +28,7 @@ from zbmd.training.checkpoint.storage import Storage, storage_of, url_of
 from zbmd.training.job.checkpoints import Checkpoints, Version
 from zbmd.training.job.paced import NotePace, PaceClock, Pacing, require_every
 from zbmd.training.job.signals import SIGNALS, signals_taken
+from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.redundancy.interface import Wish
 from zbmd.transport.errors import UserError
 
@@ -79,10 +80,12 @@ class Options:
     saves: Saves
     resume: bool
     exact: bool | int
+    on_straggler: OnStraggler = OnStraggler.WARN
 
     def text(self) -> str:
         """Return the options as a script spells them; the directory may have another name on each host."""
-        return f"out={self.out is not None}, {self.saves.text()}, resume={self.resume}, exact={self.exact}"
+        loop = f"resume={self.resume}, exact={self.exact}, on_straggler={self.on_straggler.value}"
+        return f"out={self.out is not None}, {self.saves.text()}, {loop}"
 
 
 class LoopCheckpoints:

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -44,7 +43,8 @@ from zbmd.training.checkpoint.storage import Buffer, Directory, Storage, storage
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.weights import WEIGHTS_NAME, load_weights
-from zbmd.training.optim.elementwise import ARRAYS, AdamWState, StateArray
+from zbmd.training.optim import OptimizerConfig, arrays_of, saved_arrays
+from zbmd.training.optim.elementwise import ARRAYS, AdamWState
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
@@ -106,11 +106,15 @@ class Piece:
     dtype: npt.DTypeLike | None = np.float32
 
 
-def whole_pieces(layout: ParameterLayout, state: AdamWState, arrays: Sequence[StateArray]) -> list[Piece]:
+def whole_pieces(layout: ParameterLayout, state: AdamWState, optimizer: OptimizerConfig) -> list[Piece]:
     """Return a checkpoint's content from one process that holds every parameter whole, on any device."""
-    views = (layout.views(to_host(getattr(state, name))) for name in arrays)
+    views = (layout.views(to_host(getattr(state, name))) for name in arrays_of(optimizer))
     return [
-        Piece(slot.name, flat_slice(slot.size, 0, slot.size), tuple(held))
+        Piece(
+            slot.name,
+            flat_slice(slot.size, 0, slot.size),
+            tuple(held[: len(saved_arrays(optimizer, slot.name, slot.shape))]),
+        )
         for slot, *held in zip(layout.slots, *views, strict=True)
     ]
 
@@ -386,13 +390,14 @@ def take_state(
     saved: SavedState,
     state: AdamWState,
     layout: ParameterLayout,
-    arrays: Sequence[StateArray],
+    optimizer: OptimizerConfig,
     *,
     xp: ModuleType,
 ) -> None:
     """Fill a whole state, of arrays of `xp`, from a checkpoint. Raises `UserError` for damage."""
-    for name, slot in product(arrays, layout.slots):
-        getattr(state, name)[slot.span] = xp.asarray(saved.parameter(name, slot))
+    for slot in layout.slots:
+        for name in saved_arrays(optimizer, slot.name, slot.shape):
+            getattr(state, name)[slot.span] = xp.asarray(saved.parameter(name, slot))
 
 
 def require_state(path: Path, *, plan: str, steps: int) -> None:

@@ -9,7 +9,7 @@ and `ops`. Begin with `Optimizer` and `elementwise`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Final, Literal, Protocol, assert_never, get_args
 
@@ -37,6 +37,7 @@ from zbmd.training.optim.muon import (
     MuonConfig,
     gather_alone,
     hidden_matrices,
+    is_hidden,
 )
 
 # ---- learning rate
@@ -108,6 +109,7 @@ __all__ = [
     "arrays_of",
     "hidden_matrices",
     "optimizer_for",
+    "saved_arrays",
     "whole_parameters",
 ]
 
@@ -131,6 +133,15 @@ class Optimizer(Protocol):
 def arrays_of(config: OptimizerConfig) -> tuple[StateArray, ...]:
     """Return the arrays in the state of an optimizer: weights, and one moment or two."""
     return ARRAYS[:2] if isinstance(config, LionConfig | SGDConfig) else ARRAYS
+
+
+def saved_arrays(config: OptimizerConfig, name: str, shape: Sequence[int]) -> tuple[StateArray, ...]:
+    """Return the arrays of a parameter that a checkpoint has: all but Muon's second moment, which is 0.
+
+    Versions before 2026-12 wrote that as well; it is not read.
+    """
+    arrays = arrays_of(config)
+    return arrays[:2] if isinstance(config, MuonConfig) and is_hidden(name, shape) else arrays
 
 
 def whole_parameters(config: OptimizerConfig, layout: ParameterLayout) -> tuple[ParameterSlot, ...]:

@@ -221,12 +221,12 @@ class Muon:
 
 def hidden_matrices(layout: ParameterLayout) -> tuple[ParameterSlot, ...]:
     """Return the parameters that are matrices between hidden layers."""
-    return tuple(slot for slot in layout.slots if is_hidden(slot))
+    return tuple(slot for slot in layout.slots if is_hidden(slot.name, slot.shape))
 
 
-def is_hidden(slot: ParameterSlot) -> bool:
+def is_hidden(name: str, shape: Sequence[int]) -> bool:
     """Return whether a parameter is a matrix between hidden layers."""
-    return len(slot.shape) == 2 and slot.name not in NOT_HIDDEN
+    return len(shape) == 2 and name not in NOT_HIDDEN
 
 
 def orthogonalized(matrix: Array, *, xp: ModuleType) -> Array:

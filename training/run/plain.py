@@ -62,14 +62,14 @@ class PlainTrainer:
 
     def begin_from(self, saved: SavedState) -> None:
         """Start from the state in a checkpoint of any job. Raises `UserError` for a damaged one."""
-        model, arrays = self.recipe.model, arrays_of(self.recipe.config.optimizer)
-        take_state(saved, self.state, model.layout, arrays, xp=model.xp)
+        model = self.recipe.model
+        take_state(saved, self.state, model.layout, self.recipe.config.optimizer, xp=model.xp)
         self.step, self.loss_scale = saved.version, self.loss_scale.read(np.array(saved.loss_scale))
         self._round()
 
     def pieces(self) -> list[Piece]:
         """Return the content of a checkpoint: every parameter, whole."""
-        return whole_pieces(self.recipe.model.layout, self.state, arrays_of(self.recipe.config.optimizer))
+        return whole_pieces(self.recipe.model.layout, self.state, self.recipe.config.optimizer)
 
     def run_step(self) -> PlainStep:
         """Run one step, attempted again with a smaller loss scale if its gradients overflow.

@@ -21,7 +21,7 @@ from zbmd.training.checkpoint.sharded import Piece, SavedState, share_of
 from zbmd.training.job.mesh import DATA_AXIS, Mesh, MeshGroups
 from zbmd.training.job.step_order import Computed
 from zbmd.training.model_actors.actors import HeldTensor
-from zbmd.training.optim import HeldMatrices, arrays_of
+from zbmd.training.optim import HeldMatrices, arrays_of, saved_arrays
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
 from zbmd.training.optim.elementwise import AdamWState
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, computing_dtype
@@ -196,10 +196,10 @@ class ReplicatedTrainer(MeshTrainer):
 
         Parameters that are whole along `tp` are written by the first rank there.
         """
-        state, layout = self.state, self.own.layout
+        state, layout, optimizer = self.state, self.own.layout, self.recipe.config.optimizer
         views = (layout.views(getattr(state, name)) for name in self._arrays)
         pieces = [
-            Piece(slot.name, cut, tuple(held))
+            Piece(slot.name, cut, tuple(held[: len(saved_arrays(optimizer, slot.name, slot.shape))]))
             for (slot, cut), writes, *held in zip(self._cuts, self.part.writes, *views, strict=True)
             if writes
         ]
@@ -244,9 +244,9 @@ class ReplicatedTrainer(MeshTrainer):
         scale = self._initial_scale
         if saved is not None:
             scale = scale.read(np.array(saved.loss_scale))
-            for name in self._arrays:
-                flat = getattr(self.state, name)
-                for (slot, cut), own in zip(self._cuts, self.own.layout.slots, strict=True):
+            for (slot, cut), own in zip(self._cuts, self.own.layout.slots, strict=True):
+                for name in saved_arrays(recipe.config.optimizer, slot.name, slot.shape):
+                    flat = getattr(self.state, name)
                     flat[own.span] = cut.of(saved.parameter(name, slot)).reshape(-1)
         elif self._initial is not None:
             self.state.weights[:] = self._initial

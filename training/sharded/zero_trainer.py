@@ -34,6 +34,7 @@ from zbmd.training.model.gpt import Batch
 from zbmd.training.model.tensor_parallel import TensorGroup
 from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
+from zbmd.training.optim import saved_arrays
 from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
 from zbmd.training.optim.mixed_precision import LossScale, storage_dtype
 from zbmd.training.redundancy.stamped import StampedSlots
@@ -488,6 +489,7 @@ class ZeroTrainer(MeshTrainer):
         if self.groups.tensor is None:
             return self._own_pieces()
         own, slots, place = self.own, self.own.shards.layout.slots, self.groups.data_place
+        optimizer = self.recipe.config.optimizer
         written = [index for index, writes in enumerate(self.part.writes) if writes]
         shares = shared_out([slots[index].size for index in written], self.groups.mesh.data_ranks)
         held: dict[int, list[Array]] = {written[at]: [] for at in shares[place]}
@@ -495,9 +497,10 @@ class ZeroTrainer(MeshTrainer):
             for number, whole in self._wholes(getattr(own.state, name)):
                 unit = own.shards.units[number]
                 for index in range(unit.parameters.start, unit.parameters.stop):
-                    if index in held:
-                        start = slots[index].offset - unit.span.start
-                        held[index].append(whole[start : start + slots[index].size].copy())
+                    slot = slots[index]
+                    if index in held and name in saved_arrays(optimizer, slot.name, slot.shape):
+                        start = slot.offset - unit.span.start
+                        held[index].append(whole[start : start + slot.size].copy())
         return [Piece(slots[index].name, self.part.cuts[index][1], tuple(held[index])) for index in held]
 
     def _own_pieces(self) -> list[Piece]:

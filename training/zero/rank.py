@@ -34,6 +34,7 @@ from zbmd.training.optim import (
     arrays_of,
     gather_alone,
     optimizer_for,
+    saved_arrays,
     whole_parameters,
 )
 from zbmd.training.optim.elementwise import AdamWState, Shard, update_blocks
@@ -123,7 +124,7 @@ class ZeroRank:
         self._loss_scale = 1.0
         self.initial_scale = LossScale.of(self.dtype, first=loss_scale)
         """That of the first step, before the state has one."""
-        self.arrays = arrays_of(optimizer)
+        self.arrays, self._config = arrays_of(optimizer), optimizer
         size, take = slot_elements(shards, optimizer, self.dtype), self.memory.allocate
         self._offload, self._paging = offload, Paging(offload, self.arrays)
         if offload is not None:
@@ -195,10 +196,10 @@ class ZeroRank:
         scale = self.initial_scale
         if saved is not None:
             scale = scale.read(np.array(saved.loss_scale))
-            for name in self.arrays:
-                flat = getattr(self.state, name)
-                for index, cut, at in self._held():
-                    slot, own = self._part.cuts[index]
+            for index, cut, at in self._held():
+                slot, own = self._part.cuts[index]
+                for name in saved_arrays(self._config, slot.name, slot.shape):
+                    flat = getattr(self.state, name)
                     held = cut.of(own.of(saved.parameter(name, slot)).reshape(-1))
                     flat[at : at + cut.stop - cut.start] = held.reshape(-1)
         else:
@@ -255,7 +256,10 @@ class ZeroRank:
             Piece(
                 slots[index].name,
                 cut,
-                tuple(getattr(state, name)[at : at + cut.stop - cut.start] for name in self.arrays),
+                tuple(
+                    getattr(state, name)[at : at + cut.stop - cut.start]
+                    for name in saved_arrays(self._config, slots[index].name, slots[index].shape)
+                ),
             )
             for index, cut, at in self._held()
         ]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from support.jobs.by_words import plain_by, train_by
 
 from zbmd.tools.chaos.small_job import write_text
-from zbmd.training.checkpoint.plan import require_plan
+from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
+from zbmd.training.checkpoint.plan import read_plan, require_plan
+from zbmd.training.checkpoint.sharded import Piece, open_state, read_names, write_alone
 from zbmd.training.config import GPTConfig, TrainingConfig
+from zbmd.training.model.gpt import parameter_shapes
+from zbmd.training.optim.muon import is_hidden
 from zbmd.transport.errors import UserError
 
 SHAPE = ("--width", "16", "--heads", "2", "--layers", "1", "--context", "8", "--shards", "3", "--warmup", "2")
@@ -35,6 +41,47 @@ def test_a_finished_run_goes_on(
     train_by(job("further", "--steps", "5", "--resume", str(tmp_path / "first")))
     found = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
     assert (found["steps"], found["weights_sha256"]) == (5, wanted.weights_sha256)
+
+
+def test_a_run_of_muon_goes_on_without_second_moments_of_matrices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also from a checkpoint of a version that wrote them; another optimizer is refused."""
+
+    def job(out: str, *arguments: str) -> list[str]:
+        data = str(tmp_path / "text")
+        return [*SHAPE, "--curve", "constant", "--data", data, "--out", str(tmp_path / out), *arguments]
+
+    write_text(tmp_path / "text")
+    muon = ("--optimizer", "muon")
+    wanted = plain_by(job("plain", "--steps", "5", *muon))
+    train_by(job("first", "--steps", "3", *muon))
+    write_with_squares(tmp_path / "first", tmp_path / "older")
+    for begins in ("first", "older"):
+        resumed = ("--resume", str(tmp_path / begins))
+        train_by(job(f"from-{begins}", "--steps", "5", *muon, *resumed))
+        found = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])
+        assert (found["steps"], found["weights_sha256"]) == (5, wanted.weights_sha256)
+    with pytest.raises(UserError, match="Moments of another optimizer do not fit"):
+        train_by(job("other", "--steps", "5", "--resume", str(tmp_path / "first")))
+
+
+def write_with_squares(source: Path, out: Path) -> None:
+    """Write a checkpoint again as earlier versions did: each parameter has all arrays."""
+    names, pieces, added = read_names(source), list[Piece](), 0
+    with closing(open_state(source, plan=names.plan)) as saved:
+        ((_, shard),) = saved.shards
+        for slot in ParameterLayout.of(parameter_shapes(read_plan(names.plan).model)).slots:
+            weights, mean = saved.parameter("weights", slot), saved.parameter("mean", slot)
+            has_square = f"square.{slot.name}" in shard.tensors
+            assert has_square != is_hidden(slot.name, slot.shape)
+            square = saved.parameter("square", slot) if has_square else np.zeros_like(mean)
+            added += not has_square
+            cut = flat_slice(slot.size, 0, slot.size)
+            pieces.append(Piece(slot.name, cut, (weights, mean, square)))
+    assert added
+    out.mkdir()
+    write_alone(out, pieces, version=names.version, plan=names.plan)
 
 
 PLANS = [

@@ -22,7 +22,7 @@ from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.checkpoint.sharded import open_state, read_names, take_state, whole_pieces, write_alone
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.model.gpt import parameter_shapes
-from zbmd.training.optim import ARRAYS, AdamWState
+from zbmd.training.optim import ARRAYS, AdamWConfig, AdamWState
 from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.transport.errors import UserError
 
@@ -61,7 +61,7 @@ def run(tmp_path: Path) -> Iterator[tuple[Path, AdamWState]]:
         LAYOUT.clear_padding(getattr(state, name))
     (tmp_path / "run").mkdir()
     plan = plan_text(GPT, TrainingConfig(steps=9), corpus="c")
-    pieces = whole_pieces(LAYOUT, state, ARRAYS)
+    pieces = whole_pieces(LAYOUT, state, AdamWConfig())
     write_alone(tmp_path / "run", pieces, version=4, plan=plan, loss_scale=(8.0, 1.0))
     yield tmp_path / "run", state
 
@@ -85,7 +85,7 @@ def test_pytorch_reads_what_a_run_of_the_engine_has_written(
     assert names.version == 4 and names.loss_scale == (8.0, 1.0)
     other = AdamWState.of(np.zeros(3 * LAYOUT.size, np.float32), LAYOUT.size, 3)
     with closing(open_state(tmp_path / "again", plan=names.plan)) as opened:
-        take_state(opened, other, LAYOUT, ARRAYS, xp=np)
+        take_state(opened, other, LAYOUT, AdamWConfig(), xp=np)
     assert all(getattr(other, name).tobytes() == getattr(state, name).tobytes() for name in ARRAYS)
 
 

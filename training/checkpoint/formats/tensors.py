@@ -23,7 +23,7 @@ from zbmd.training.checkpoint.plan import read_plan
 from zbmd.training.checkpoint.sharded import Piece, SavedState, write_alone
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import parameter_shapes
-from zbmd.training.optim import arrays_of
+from zbmd.training.optim import saved_arrays
 from zbmd.transport.errors import UserError
 
 Bytes = npt.NDArray[np.uint8]
@@ -121,7 +121,7 @@ def content_of(saved: SavedState, plan: str) -> Content:
         tensors = tuple(
             Tensor(key_of(array, name, array), array, name, "float32", shape)
             for name, shape in parameter_shapes(found.model).items()
-            for array in arrays_of(found.training.optimizer)
+            for array in saved_arrays(found.training.optimizer, name, shape)
         )
     meta = Meta(version=saved.version, plan=plan, loss_scale=tuple(saved.loss_scale), tensors=tensors)
 

@@ -18,7 +18,7 @@ from zbmd.training.checkpoint.sharded import whole_pieces, write_alone
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.model.gpt import parameter_shapes
 from zbmd.training.model.hugging_face import INDEX_NAME, WEIGHTS_NAME, load_gpt2, read_index
-from zbmd.training.optim import ARRAYS, AdamWState
+from zbmd.training.optim import ARRAYS, AdamWConfig, AdamWState
 from zbmd.transport.errors import UserError
 
 GPT2 = GPTConfig(family="gpt2", activation="gelu", vocabulary=37, context=8, width=16, heads=2, layers=2)
@@ -33,7 +33,7 @@ def engine_checkpoint(path: Path, model: GPTConfig) -> AdamWState:
         layout.clear_padding(getattr(state, name))
     path.mkdir()
     plan = plan_text(model, TrainingConfig(steps=9), corpus="c")
-    write_alone(path, whole_pieces(layout, state, ARRAYS), version=4, plan=plan)
+    write_alone(path, whole_pieces(layout, state, AdamWConfig()), version=4, plan=plan)
     return state
 
 

@@ -37,7 +37,6 @@ from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.reduction import (
     AccumulationPlan,
     ShardReduction,
-    assignment_of,
     buffers_most,
     buffers_of,
     is_alone,
@@ -132,16 +131,8 @@ class ReplicatedTrainer(MeshTrainer):
         self._total = self._reduction().total
         """The gradient, of this rank's part, once an attempt has computed it."""
 
-    def rebalance(self, shares: Sequence[int]) -> bool:
-        """See `Trainer`. Stages along `pp` have rings and schedules for even shares."""
-        mesh = self.groups.mesh
-        of_places = {mesh.data_place(rank): share for rank, share in enumerate(shares)}
-        assignment = assignment_of([of_places[place] for place in range(mesh.data_ranks)])
-        is_possible = self.groups.pipeline is None and sum(of_places.values()) == self.row.shards
-        if not is_possible or buffers_of(assignment) > len(self._buffers):
-            return False
-        self._divide(assignment)
-        return True
+    def _has_room(self, assignment: Assignment) -> bool:
+        return buffers_of(assignment) <= len(self._buffers)
 
     def _held_matrices(self) -> HeldMatrices | None:
         """Return the parts of this stage's hidden matrices along tp; None: they are whole."""

@@ -94,10 +94,10 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     mesh, axis = mesh.with_data_axis(), mesh.sharded_axis
     if options.zero and mesh.size(mesh.sharded_axis) == 1 and mesh.world_size > 1:
         raise UserError(f"--zero shards the state along {axis}, and {mesh} has one rank there: omit it.")
-    if options.spare_gradients and (options.zero or mesh.size(PIPELINE_AXIS) > 1):
+    if options.spare_gradients and mesh.size(PIPELINE_AXIS) > 1:
         raise UserError(
-            "--on-straggler rebalance moves logical shards between ranks along dp with the same state: omit "
-            "--zero, fsdp and pp, or give --on-straggler replace."
+            "--on-straggler rebalance moves logical shards between ranks along dp and fsdp, and schedules of "
+            "stages are for even shares: omit pp, or give --on-straggler replace."
         )
     if options.zero and mesh.size(PIPELINE_AXIS) == 1 and (options.chunks != 1 or options.balance):
         raise UserError("--zero has no stages to divide: omit --chunks and --balance, or give pp.")
@@ -218,7 +218,15 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
         states = [one.size(DATA_AXIS) if mesh.has_shards_alike else 1 for one in meshes]
         copies = SLOTS - 1 if _has_replicas(options, mesh) or code is not None else COPIES
         needed = [
-            arena_bytes_needed(layouts, training, zero, copies=copies, offloaded=offloaded, states=count)
+            arena_bytes_needed(
+                layouts,
+                training,
+                zero,
+                copies=copies,
+                offloaded=offloaded,
+                states=count,
+                spare=options.spare_gradients,
+            )
             for layouts, count in zip(every, states, strict=True)
         ]
         kept = [

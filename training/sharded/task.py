@@ -201,6 +201,7 @@ class EngineTask(Task[TrainResult]):
                 keep=self._kept_part(groups.world) if self.resizes else self._kept_slots,
                 shrinks=self._shrinks,
                 rings=self._rings,
+                spare=options.spare_gradients,
             )
         else:
             trainer = self._replicated(groups, offload)

@@ -39,7 +39,7 @@ from zbmd.training.sharded.norm import relayed_loss
 from zbmd.training.sharded.stage_of_view import StageOfView
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.step.recipe import Recipe, mean_loss
-from zbmd.training.step.reduction import gather_pieces, gather_rows
+from zbmd.training.step.reduction import assignment_of, gather_pieces, gather_rows
 from zbmd.transport.native._native import now_ns
 
 AHEAD_SHARE: Final = 0.01
@@ -243,7 +243,18 @@ class MeshTrainer(OrderedSteps):
         return tuple(stop - start for start, stop in of_rank)
 
     def rebalance(self, shares: Sequence[int]) -> bool:
-        """See `Trainer`: a policy that can compute uneven shares overrides it."""
+        """See `Trainer`. Stages along `pp` have rings and schedules for even shares."""
+        mesh = self.groups.mesh
+        of_places = {mesh.data_place(rank): share for rank, share in enumerate(shares)}
+        assignment = assignment_of([of_places[place] for place in range(mesh.data_ranks)])
+        is_whole = sum(of_places.values()) == self.row.shards
+        if self.groups.pipeline is not None or not is_whole or not self._has_room(assignment):
+            return False
+        self._divide(assignment)
+        return True
+
+    def _has_room(self, assignment: Assignment) -> bool:
+        """Return whether all ranks have memory for these shares: a policy that may have it overrides this."""
         return False
 
     def _gathered_along_tp(self, piece: Array) -> Sequence[Array]:

@@ -18,7 +18,7 @@ from typing import Any, Final, assert_never
 
 import numpy as np
 
-from zbmd.collectives.algorithms.shard_tree import Assignment
+from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
@@ -45,7 +45,7 @@ from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, Stages
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite, described_losses
 from zbmd.training.step.recipe import Recipe, mean_loss
-from zbmd.training.step.reduction import gather_pieces
+from zbmd.training.step.reduction import gather_pieces, partials_of, state_sums
 from zbmd.training.zero import machine as zm
 from zbmd.training.zero.layout import Accountant, MemoryKind, is_by_layers, shards_of
 from zbmd.training.zero.machine import ZERO_STEP
@@ -70,7 +70,8 @@ class ZeroTrainer(MeshTrainer):
     """Trains with the state of each part of the model sharded along `dp` or `fsdp`; see `MeshTrainer`.
 
     The worker was joined with an arena of at least `arena_bytes_needed`. keep_previous: see `ZeroRank`;
-    offload: makes the file of so many float32 numbers. shrinks: whether views may have fewer ranks along
+    offload: makes the file of so many float32 numbers. spare: partial sums beyond those of even shares, for
+    which that arena has room. shrinks: whether views may have fewer ranks along
     `dp`, for this trainer or one that follows it; rings: memory that they share.
     """
 
@@ -86,9 +87,10 @@ class ZeroTrainer(MeshTrainer):
         keep: Callable[[int], StampedSlots | None] = lambda _: None,
         shrinks: bool = False,
         rings: RingRoom | None = None,
+        spare: int = 0,
     ) -> None:
         super().__init__(recipe, groups, stages)
-        self.options = options
+        self.options, self._spare = options, spare
         config, worker, mesh = recipe.config, groups.worker, groups.mesh
         arena = worker.segment.arena
         self.memory = Accountant(
@@ -137,11 +139,18 @@ class ZeroTrainer(MeshTrainer):
     def _divide(self, assignment: Assignment = ()) -> None:
         super()._divide(assignment)
         groups, parts = self.groups, self.part.own
-        self._reduction = ShardedReduction(groups, self.row.shards)
+        self._reduction = ShardedReduction(groups, self.row.shards, assignment)
         self.own.divide(self._reduction.sums)
         self._norms = ShardedNorm(groups.mesh, self.recipe.model, [part.layers for part in parts.every])
         if self._stage is not None:
             self._stage.enter(groups, self._reduction.sums.plan(self.own.rank))
+
+    def _has_room(self, assignment: Assignment) -> bool:
+        shards, mesh = self.row.shards, self.groups.mesh
+        states = mesh.size(DATA_AXIS) if mesh.has_shards_alike else 1
+        even = partials_of(state_sums(shards, assign_shards(shards, mesh.data_ranks), states))
+        wanted = partials_of(state_sums(shards, assignment, states))
+        return self._stage is None and all(a <= b + self._spare for a, b in zip(wanted, even, strict=True))
 
     def _stage_of_view(self, stages: Stages, rings: RingRoom | None, *, shrinks: bool) -> StageOfView | None:
         own, buffers = self.part.own, self._buffers

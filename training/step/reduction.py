@@ -217,6 +217,18 @@ class ShardSum:
         return {root: _folded(partials, root) for root in self.roots}
 
 
+def state_sums(shards: int, assignment: Assignment, states: int) -> list[ShardSum]:
+    """Return the sum within each of `states` groups of ranks, neighbours in `assignment`, that share one."""
+    ranks = len(assignment) // states
+    return [ShardSum.over(shards, assignment[at * ranks :][:ranks]) for at in range(states)]
+
+
+def partials_of(every: Sequence[ShardSum]) -> tuple[int, int]:
+    """Return how many partial sums any rank of these groups holds at once, and how many it sends."""
+    buffers = (sums.plan(rank).buffers for sums in every for rank in range(sums.ranks))
+    return max(1, *buffers), max(sums.width for sums in every)
+
+
 def _folded(partials: Mapping[Node, Array], node: Node) -> Array:
     """Return the sum of the shards of `node`. (A closure that calls itself would keep the arrays alive.)"""
     found: Array | None = partials.get(node)

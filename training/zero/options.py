@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from zbmd.collectives.algorithms.shard_tree import assign_shards
 from zbmd.training.config import TrainingConfig
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Storage, storage_dtype
-from zbmd.training.step.reduction import ShardSum
+from zbmd.training.step.reduction import partials_of, state_sums
 from zbmd.training.zero.layout import ShardLayout
 from zbmd.training.zero.machine import PREFETCH_MAX, REDUCING_MAX
 from zbmd.transport.errors import UserError
@@ -61,14 +62,15 @@ def arena_bytes_needed(
     copies: int = 0,
     offloaded: bool = False,
     states: int = 1,
+    spare: int = 0,
 ) -> int:
     """Return the bytes of arena that any rank needs, with room for `copies` of shards beside its own.
 
     layouts: those of all stages and slices of the model. offloaded: shards are in files, and not in memory.
-    states: how often the mesh holds the state.
+    states: how often the mesh holds the state. spare: partial sums beyond those of even shares.
     """
     ranks = layouts[0].ranks
-    every = [ShardSum.of(config.shards, ranks, groups=states, group=group) for group in range(states)]
+    every = state_sums(config.shards, assign_shards(config.shards, states * ranks), states)
     dtype, arrays = storage_dtype(options.storage), len(arrays_of(config.optimizer))
     itemsize, scale_bytes = dtype.itemsize, 4 * LossScale.of(dtype).numbers
     shard = max(one.shard_size for one in layouts)
@@ -77,9 +79,9 @@ def arena_bytes_needed(
     units = max(len(one.units) for one in layouts)
     weights = shard if options.stage == 3 else whole
     grads = whole if options.stage == 1 else shard
-    buffers = max(max(1, sums.plan(rank).buffers) for sums in every for rank in range(ranks))
-    width, total = max(sums.width for sums in every), int(states > 1)
-    reducing = min(units, REDUCING_MAX + 1) * itemsize * (buffers + 2 * width + total)
+    buffers, width = partials_of(every)
+    partials = buffers + spare + 2 * (width + spare) + int(states > 1)
+    reducing = min(units, REDUCING_MAX + 1) * itemsize * partials
     gathered = min(units, options.prefetch + 1) * itemsize
     held = 0 if offloaded else 1 + copies
     state_bytes = held * (4 * arrays * shard + scale_bytes) + itemsize * (weights + grads)

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from zbmd.collectives.algorithms.shard_tree import Node
+from zbmd.collectives.algorithms.shard_tree import Assignment, Node, assign_shards
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
@@ -29,7 +29,7 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import PartOfGPT, cut_of
 from zbmd.training.optim.clip import Pieces, norm_from, pieces_length, pieces_of, squares_from
 from zbmd.training.pipeline.part import OwnParts
-from zbmd.training.step.reduction import ShardSum, all_reduce_partials
+from zbmd.training.step.reduction import ShardSum, all_reduce_partials, state_sums
 from zbmd.training.zero.layout import ShardLayout, shards_of
 from zbmd.transport.errors import LocalProtocolError
 
@@ -40,18 +40,21 @@ SecondT = TypeVar("SecondT")
 class ShardedReduction:
     """The reductions of one view, over `groups`, of gradients that `shards` logical shards add up to.
 
-    sums: what the ranks that share this rank's state hold of the shards, and how they add them up.
+    assignment: the shards of each place among those that divide the data; empty: even ones. sums: what the
+    ranks that share this rank's state hold of the shards, and how they add them up.
     """
 
-    def __init__(self, groups: MeshGroups, shards: int) -> None:
+    def __init__(self, groups: MeshGroups, shards: int, assignment: Assignment = ()) -> None:
         mesh = groups.mesh
         if groups.sharding is None:
             raise LocalProtocolError("a state is sharded along an axis: the mesh needs a group there")
         self._sharding, self._replicas = groups.sharding, groups.replicas
-        ranks, states = mesh.size(mesh.sharded_axis), mesh.size(DATA_AXIS) if mesh.has_shards_alike else 1
+        states = mesh.size(DATA_AXIS) if mesh.has_shards_alike else 1
         place = groups.place(DATA_AXIS) if mesh.has_shards_alike else 0
-        self.sums = ShardSum.of(shards, ranks, groups=states, group=place)
-        self._among_replicas = ShardSum.of(shards, states)
+        every = state_sums(shards, assignment or assign_shards(shards, mesh.data_ranks), states)
+        self.sums = every[place]
+        of_states = tuple((sums.ranges[0][0], sums.ranges[-1][1]) for sums in every)
+        self._among_replicas = ShardSum.over(shards, of_states)
 
     @property
     def has_replicas(self) -> bool:

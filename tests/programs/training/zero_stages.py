@@ -1,4 +1,7 @@
-"""A rank that trains with each ZeRO stage and storage, then with a NaN on rank 1; argv: its options."""
+"""A rank that trains with each ZeRO stage and storage, then with a NaN on rank 1; argv: its options.
+
+Halfway a logical shard moves from the last rank to the first.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from zbmd.training.zero.options import ZeroOptions, arena_bytes_needed
 
 FEW = os.environ["WORLD_SIZE"] == "2"
 STEPS = 20
+SPARE = 1
+"""Partial sums beyond those of even shares."""
 KINDS: dict[Storage, int] = {"float32": STEPS} if FEW else {"float32": STEPS, "bfloat16": 6, "float16": 6}
 OPTIONS = [
     (ZeroOptions(stage=stage, storage=storage, prefetch=stage, loss_scale=2.0**24), steps)
@@ -32,8 +37,12 @@ OPTIONS = [
 
 def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe) -> None:
     for zero, steps in OPTIONS:
-        trainer = ZeroTrainer(recipe, MeshGroups.along_data(group), zero)
-        done = [trainer.run_step() for _ in range(steps)][-1]
+        trainer = ZeroTrainer(recipe, MeshGroups.along_data(group), zero, spare=SPARE)
+        for step in range(steps):
+            if step == steps // 2:
+                first, *others, last = trainer.shares
+                print(f"moved: {trainer.rebalance([first + 1, *others, last - 1])} {trainer.shares}")
+            done = trainer.run_step()
         digest = hashlib.sha256(trainer.weights().data).hexdigest()
         if worker.rank == 0:
             told = f"{done.loss!r} {done.grad_norm!r} {done.skipped} {digest}"
@@ -56,7 +65,7 @@ async def main() -> None:
         recipe = Recipe(recipe.model, recipe.corpus, replace(recipe.config, optimizer=MuonConfig()))
     ranks = int(os.environ["WORLD_SIZE"])
     layouts = shard_layouts(recipe.model.config, Mesh.of(ranks, {"dp": ranks}), ONE_EACH)
-    sizes = [arena_bytes_needed(layouts, recipe.config, zero) for zero, _ in OPTIONS]
+    sizes = [arena_bytes_needed(layouts, recipe.config, zero, spare=SPARE) for zero, _ in OPTIONS]
     async with zbmd.join(arena=sum(sizes) + sizes[0]) as worker:
         group = await zbmd.group(worker)
         await asyncio.to_thread(train, worker, group, recipe)

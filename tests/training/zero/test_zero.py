@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.training.autograd.parameter_layout import ALIGNMENT, ParameterLayout
 from zbmd.training.config import GPTConfig
 from zbmd.training.job.mesh import Mesh
@@ -261,10 +262,11 @@ def world_of(
     seed: int = 0,
     prefetch: int = 1,
     optimizer: OptimizerConfig = ADAMW,
+    ranges: Assignment = (),
 ) -> World:
     model = GPT(config)
     shards = ShardLayout.of(model.layout, model.units, ranks=size)
-    sums = ShardSum.of(8, size)
+    sums = ShardSum.over(8, ranges or assign_shards(8, size))
     ranks = [
         ZeroRank(model, shards, sums, rank=r, stage=stage, storage=storage, optimizer=optimizer, seed=1)
         for r in range(size)
@@ -287,6 +289,14 @@ def weights_of_one_process(*, steps: int) -> npt.NDArray[np.float32]:
         scale = clip_scale(global_norm(grads, xp=np), limit=1.0)
         optimizer.update(state, state, grads, step=step, learning_rate=4e-3, grad_scale=scale)
     return weights
+
+
+@pytest.mark.parametrize("ranges", [((0, 5), (5, 8)), ((0, 1), (1, 2), (2, 7), (7, 8))])
+def test_uneven_shares_have_the_bits_of_even_ones(ranges: Assignment) -> None:
+    even, uneven = world_of(len(ranges), 2), world_of(len(ranges), 2, ranges=ranges)
+    for _ in range(3):
+        assert even.run_step() and uneven.run_step()
+    assert weights_of(even).tobytes() == weights_of(uneven).tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -25,10 +25,11 @@ from zbmd.training.optim import MuonConfig, hidden_matrices
 from zbmd.training.optim.mixed_precision import Storage
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.run.plain import PlainTrainer
-from zbmd.training.sharded.run import train
+from zbmd.training.sharded.run import prepare, train
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.layout import shards_of
 from zbmd.transport import kill_points as faults
+from zbmd.transport.errors import UserError
 
 STEPS = 20
 LAYERS = range(4)
@@ -96,9 +97,17 @@ async def test_every_stage_has_the_bits_of_one_process(
         r"told step 0: .* It began on rank 1, in the weights of blocks\.0\.[a-z.]+: NaN \(1 of "
     )
     assert sum(named.search(line) is not None for line in output.lines) == ranks, told
+    moved = [line for line in output.lines if "moved: " in line]
+    assert moved and all("moved: True" in line for line in moved), told
     for storage, line in wanted.items():
         for stage in (1, 2, 3):
             assert f"0: {storage} stage {stage}: {line}" in output.lines, (line, told)
+
+
+def test_shards_that_would_move_between_stages_are_refused_before_a_step(tmp_path: Path) -> None:
+    words = (*SHAPE, "--shards", "8", "--out", str(tmp_path), "--on-straggler", "rebalance")
+    with pytest.raises(UserError, match="schedules of stages are for even shares: omit pp"):
+        prepare(recipe_of([*words, "--mesh", "dp=2,pp=2"], ranks=4), 4)
 
 
 async def test_the_job_alone_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from zbmd.training.pipeline.schedules import SCHEDULES
 from zbmd.training.profiler.peak import THREADS_VARIABLES, peak_of, this_machine
 from zbmd.training.run.ledger import begin_log
 from zbmd.training.sharded.devices import parse_device
-from zbmd.training.sharded.options import PRECISIONS, RECIPE_NAME, TOKENS, TrainOptions
+from zbmd.training.sharded.options import PRECISIONS, RECIPE_NAME, STEP_GRAPHS, TOKENS, TrainOptions
 from zbmd.training.sharded.redundancy import parse_redundancy
 from zbmd.training.sharded.run import check_recipe, from_whole, train
 from zbmd.transport.errors import UserError
@@ -179,6 +179,7 @@ SETTINGS: Final = (
     RecipeSetting("threads", "mesh", _WHOLE, 1, "of BLAS in each rank; the last bits depend on it"),
     RecipeSetting("plain", "mesh", _switch, False, "a bare loop in one process, for comparison: on or off"),
     RecipeSetting("device", "mesh", parse_device, _OPTIONS.device, "cpu, cuda, cuda:N or auto"),
+    RecipeSetting("graph", "mesh", _one_of(*STEP_GRAPHS), _OPTIONS.graph, "of a GPU's step: fused or tape"),
     RecipeSetting("family", "model", _one_of("zbmd", "gpt2"), _MODEL.family, "zbmd or gpt2"),
     RecipeSetting("activation", "model", _one_of("relu2", "gelu"), _MODEL.activation, "relu2 or gelu"),
     RecipeSetting("context", "model", _WHOLE, _MODEL.context, "tokens of a sequence"),

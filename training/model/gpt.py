@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +114,19 @@ UnitRunner = Callable[[Tape, int, Tensor, list[Parameter], Batch], Tensor]
 """Computes a unit as `GPT.unit` does."""
 
 
+class WholeStep(Protocol):
+    """Computes a forward and a backward pass of all units at once, in the place of a tape."""
+
+    def __call__(
+        self, params: Array, grads: Array, batch: Batch, on_grad_ready: GradReady | None, /
+    ) -> tuple[Array, Callable[[], None]]:
+        """Return the loss, and what computes it and the gradient once it is called.
+
+        See `GPT.loss_and_grads` for the arguments.
+        """
+        ...
+
+
 class GPT:
     """The model of one configuration. It holds no weights: they are arguments."""
 
@@ -133,6 +146,8 @@ class GPT:
         """The relative positions, (heads, context): see `ops.causal_distance_bias`."""
         self.computed_by: UnitRunner | None = None
         """Computes units in the place of `unit`, if something else is to do it."""
+        self.whole_step: WholeStep | None = None
+        """Computes loss and gradients in the place of a tape, with a loss scale of 1, if it is set."""
 
     @property
     def is_tied(self) -> bool:
@@ -218,8 +233,12 @@ class GPT:
         as parameter `index` has its final gradient in `grads`, from the last parameters to the first. Without
         `noise`, there is no dropout. Gradients, but not the loss, are multiplied by `loss_scale`.
         """
-        parameters = self.parameters(params, grads, on_grad_ready)
         batch = self.batch(tokens, global_batch=global_batch, noise=noise)
+        if self.whole_step is not None:
+            loss, play = self.whole_step(params, grads, batch, on_grad_ready)
+            play()
+            return float(loss)
+        parameters = self.parameters(params, grads, on_grad_ready)
         return self.differentiate(Tape(self.xp), parameters, batch, loss_scale=loss_scale)
 
     def parameters(self, params: Array, grads: Array, on_grad_ready: GradReady | None) -> list[Parameter]:

@@ -9,13 +9,14 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.autograd.tape import GradReady, Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.pipeline.program import Shape
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import LocalProtocolError, UserError
 
 
 def layers_of_parts(layers: int, shape: Shape) -> tuple[int, ...]:
@@ -147,6 +148,8 @@ class Pass:
     output: Tensor
     weight_gradients: list[Callable[[], None]]
     """The rest of a backward pass whose halves are apart, in its order."""
+    whole: Callable[[], None] | None = None
+    """Computes both passes in the place of the tape; see `GPT.whole_step`."""
 
 
 def layers_in(config: GPTConfig) -> int:
@@ -192,7 +195,10 @@ class GPTPart:
         `splits`, `backward` computes the gradient of the input alone, and `weight_gradient` does the rest.
         `tape`: an empty one to use.
         """
-        tape = tape or Tape(self.model.xp)
+        tape, whole_step = tape or Tape(self.model.xp), self.model.whole_step
+        if whole_step is not None and self.is_first and self.is_last:
+            loss, play = whole_step(params, grads, batch, on_grad_ready)
+            return Pass(tape, (), None, Tensor(loss), [], play)
         parameters = self.model.parameters_in(self.layout, params, grads, on_grad_ready)
         later: list[Callable[[], None]] = []
         if splits:
@@ -221,6 +227,12 @@ class GPTPart:
         own: along a residual path it grows in that of `gradient`, and this the caller gives back to whoever
         put it there, who may write it again while the other is still on its way over a slow link.
         """
+        if forward.whole is not None:
+            if loss_scale != 1.0:
+                raise LocalProtocolError(f"a whole step has a loss scale of 1, not {loss_scale:g}")
+            with spans.BACKWARD:
+                forward.whole()
+            return None
         end = forward.output
         if gradient is not None:
             given = gradient

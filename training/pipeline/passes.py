@@ -76,7 +76,7 @@ def _owner(array: Array | DeviceArray) -> Array | Block:
 
 def _arrays(done: Pass) -> Iterator[Array | DeviceArray]:
     """Yield all arrays that the backward pass can reach."""
-    left: list[object] = [done.input, done.output, *done.tape.kept(), *done.weight_gradients]
+    left: list[object] = [done.input, done.output, *done.tape.kept(), *done.weight_gradients, done.whole]
     seen: set[int] = set()
     while left and len(seen) < OBJECTS_MAX:
         found = left.pop()

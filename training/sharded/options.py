@@ -23,6 +23,8 @@ from zbmd.transport.host.threads import THREADS_MAX
 
 Tokens = Literal["bytes", "bpe"]
 TOKENS: tuple[Tokens, ...] = ("bytes", "bpe")
+StepGraph = Literal["fused", "tape"]
+STEP_GRAPHS: tuple[StepGraph, ...] = ("fused", "tape")
 PRECISIONS: tuple[Precision, ...] = ("float32", "float64", "bfloat16", "float16")
 
 RECIPE_NAME: Final = "recipe.toml"
@@ -47,7 +49,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     BLAS in each rank; the bits depend on it. `on_straggler`: what is done about a slow rank.
     `profile_ops`: the ops of each so-many-th step are profiled; 0: of none. `sample_every`: the model writes
     a text each so-many-th step; 0: none. `device`: cpu, cuda, cuda:N or auto, see
-    `zbmd.training.sharded.devices`.
+    `zbmd.training.sharded.devices`. `graph`: what a GPU computes: the fused graph of a step, or the ops of
+    its tape, one by one; the bits differ.
     """
 
     out: Path
@@ -87,6 +90,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     profile_ops: int = 0
     sample_every: int = 0
     device: str = "cpu"
+    graph: StepGraph = "fused"
 
     def __post_init__(self) -> None:
         if not self.zero and f"{SHARDED_AXIS}=" in self.mesh:
@@ -155,6 +159,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             self.zero_options  # noqa: B018 -- it raises
         if self.plain and (self.zero or self.offload or self.actors or self.precision == "float64"):
             raise UserError("--plain is one bare loop: omit --zero, --offload, --actors and float64.")
+        if self.profile_ops and self.device != "cpu" and self.graph != "tape":
+            raise UserError("--profile-ops profiles the ops of a tape: with --device cuda give --graph tape.")
         if self.tokens == "bpe" and self.data is None:
             raise UserError("--tokens bpe: expected --data, a file, a directory or a glob to train on.")
         if self.on_straggler not in {one.value for one in OnStraggler}:

@@ -23,6 +23,7 @@ from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, MeshGroups
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model.gpt import GPT
+from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.model_actors.model_actors import ModelActors
@@ -45,6 +46,7 @@ from zbmd.training.sharded.stages import SLOTS, elements_most, measured_costs, s
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe, learning_rate_of
+from zbmd.training.step.reduction import Buckets
 from zbmd.training.zero.rank import slot_elements
 from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
@@ -135,8 +137,8 @@ class EngineTask(Task[TrainResult]):
         self.row = ResultRow(training.shards, training.sequences_per_shard)
         self._options, self._config, self._corpus = options, config, corpus
         self._worker, self._again, self._fewest = worker, again, fewest
-        self._executor, self._launches = executor, 0
-        """The executor that computes in the place of numpy, and its count of launches after the last step."""
+        self._executor, self._counted = executor, (0, 0)
+        """The executor that computes in the place of numpy; its launches and kernels after the last step."""
         self._shrinks = fewest < mesh.world_size
         self.resizes = self._shrinks and options.recuts(mesh)
         self._stages, self._rings = options.stages, RingRoom()
@@ -232,6 +234,8 @@ class EngineTask(Task[TrainResult]):
             model = groups.model(self._config, recompute=options.recompute)
             return ReplicatedTrainer(self._recipe(model), groups, **settings)
         model = GPT(self._config, xp=DeviceModule(self._executor), recompute=options.recompute)
+        if options.graph == "fused":
+            model.whole_step = FusedSteps(model, self._executor, spans=Buckets(model.layout).spans)
         return DeviceTrainer(self._recipe(model), groups, self._executor, **settings)
 
     def _file_in(self, world: Group) -> Callable[[int], StateFile] | None:
@@ -296,8 +300,8 @@ class EngineTask(Task[TrainResult]):
         took_s = max(1e-9, (done.compute_ns + done.waited_ns) / 1e9)
         on_device: dict[str, float] = {}
         if self._executor is not None:
-            before, self._launches = self._launches, self._executor.launches
-            on_device["launches"] = self._launches - before
+            before, self._counted = self._counted, (self._executor.launches, self._executor.kernels)
+            on_device["launches"], on_device["kernels"] = np.subtract(self._counted, before).tolist()
         return {
             **on_device,
             "learning_rate": learning_rate_of(self._options.training, done.version - 1),

@@ -13,7 +13,6 @@ freeing it under a copy, freeing what another process has open.
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
 from collections import deque
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 
 from support.devices.cuda_model_array import ModelArray
 from support.devices.cuda_model_launches import Launches, RunKernel, refuse_kernels
-from support.devices.cuda_model_memory import shared_copy, shared_memory
+from support.devices.cuda_model_memory import FIRST_ADDRESS, is_device, of_host, shared_copy, shared_memory
 from support.devices.cuda_model_values import DeviceRace, Undefined, ValueWaits
 from zbmd.transport.cuda.api import (
     HANDLE_BYTES,
@@ -40,7 +39,6 @@ from zbmd.transport.cuda.api import (
 __all__ = ["Clock", "DeviceRace", "LoadKernel", "ModelArray", "ModelHost", "ModelProcess", "Undefined"]
 
 Clock: TypeAlias = dict[int, int]
-_FIRST_ADDRESS: Final = 1 << 40
 _PAGE_BYTES: Final = 4096
 _GAP: Final = 1 << 32
 """Between allocations: a model's address never is one of the host, or of two of them."""
@@ -82,6 +80,7 @@ class _Event:
     recorded: int = 0
     ran: dict[int, Clock] = field(default_factory=lambda: {0: {}})
     interprocess: bool = False
+    captured: bool = False
     serial: int = 0
 
 
@@ -127,6 +126,8 @@ class ModelHost:
         self.peer_access, self.shares = peer_access, shares
         self.lock = threading.RLock()
         self._random = random.Random(seed)
+        self._running = 0
+        """The line of order of the stream whose operation runs."""
         self._serial = 0
         self.allocated = 0
         """Allocations there have been."""
@@ -175,6 +176,7 @@ class ModelHost:
         operation = stream.queue.popleft()
         _join(stream.clock, operation.asked)
         stream.clock[stream.line] = stream.clock.get(stream.line, 0) + 1
+        self._running = stream.line
         try:
             operation.run(stream.clock)
         except CudaFault as error:
@@ -182,9 +184,10 @@ class ModelHost:
             raise
 
     def access(
-        self, address: int, nbytes: int, *, by: ModelProcess, line: int, clock: Clock, write: bool
+        self, address: int, nbytes: int, *, by: ModelProcess, clock: Clock, write: bool
     ) -> NDArray[np.uint8]:
-        """The bytes, once it is certain that nothing races for them."""
+        """The bytes, once it is certain that nothing races for them; for the operation that runs."""
+        line = self._running
         allocation = self.find(address)
         if allocation.freed or (allocation.owner is not by and by not in allocation.opened):
             raise Undefined(f"memory at {address:#x} is used that is freed or closed")
@@ -210,15 +213,11 @@ class ModelHost:
 
     def find(self, address: int) -> _Allocation:
         """Raises `Undefined` if there is none."""
-        base = _FIRST_ADDRESS + (address - _FIRST_ADDRESS) // _GAP * _GAP
+        base = FIRST_ADDRESS + (address - FIRST_ADDRESS) // _GAP * _GAP
         allocation = self.allocations.get(base)
         if allocation is None:
             raise Undefined(f"there is no device memory at {address:#x}")
         return allocation
-
-
-def _is_device(address: int) -> bool:
-    return _FIRST_ADDRESS <= address < 1 << 46
 
 
 class ModelProcess(ValueWaits, Launches):
@@ -297,7 +296,7 @@ class ModelProcess(ValueWaits, Launches):
                 raise OutOfDeviceMemory(f"out of memory: {nbytes} bytes on device {self.device}")
             serial = self.host.serial()
             self.host.allocated += 1
-            address = _FIRST_ADDRESS + self.host.allocated * _GAP
+            address = FIRST_ADDRESS + self.host.allocated * _GAP
             data = np.zeros(max(nbytes, 1), np.uint8)
             self.host.allocations[address] = _Allocation(
                 device=self.device, owner=self, data=data, address=address, serial=serial
@@ -307,6 +306,7 @@ class ModelProcess(ValueWaits, Launches):
     def free(self, address: int) -> None:
         """See `CudaApi`."""
         with self.host.lock:
+            self.require_no_capture()
             allocation = self.host.find(address)
             if allocation.freed or allocation.owner is not self or allocation.address != address:
                 raise Undefined(f"{address:#x} is freed that is no allocation of this process")
@@ -368,6 +368,7 @@ class ModelProcess(ValueWaits, Launches):
 
     def host_alloc(self, nbytes: int) -> memoryview:
         """See `CudaApi`."""
+        self.require_no_capture()
         self.require_free()
         return memoryview(bytearray(nbytes))
 
@@ -423,6 +424,7 @@ class ModelProcess(ValueWaits, Launches):
     def stream_destroy(self, stream: int) -> None:
         """See `CudaApi`."""
         with self.host.lock:
+            self.require_no_capture(stream)
             gone = self._streams.pop(stream)
             if gone.queue:
                 raise Undefined("a stream is destroyed that is not idle")
@@ -433,7 +435,7 @@ class ModelProcess(ValueWaits, Launches):
         with self.host.lock:
             self._check()
             mine = self._streams[stream]
-            self.require_no_capture()
+            self.require_no_capture(stream)
         if not self.until(lambda: not mine.queue):
             raise CudaFault("a stream waits for an event that nobody records")
         with self.host.lock:
@@ -444,6 +446,8 @@ class ModelProcess(ValueWaits, Launches):
         with self.host.lock:
             its = self._event(event)
             wanted = its.recorded
+            if self.waits_in_capture(stream, captured=its.captured):
+                return
             self._ask(stream, lambda clock: _join(clock, its.ran[wanted]), lambda: wanted in its.ran)
 
     def event_create(self, *, interprocess: bool = False) -> int:
@@ -458,6 +462,9 @@ class ModelProcess(ValueWaits, Launches):
         """See `CudaApi`."""
         with self.host.lock:
             its = self._event(event)
+            its.captured = self.is_captured(stream)
+            if its.captured:
+                return
             its.recorded += 1
             number = its.recorded
 
@@ -470,6 +477,7 @@ class ModelProcess(ValueWaits, Launches):
         """See `CudaApi`."""
         with self.host.lock:
             its = self._event(event)
+            self.require_no_capture(of_event=its.captured)
             self.host.run_one()
             if its.recorded in its.ran:
                 _join(self.clock, its.ran[its.recorded])
@@ -481,6 +489,7 @@ class ModelProcess(ValueWaits, Launches):
         with self.host.lock:
             self._check()
             its = self._event(event)
+            self.require_no_capture(of_event=its.captured)
             wanted = its.recorded
         if not self.until(lambda: wanted in its.ran or self.dead):
             raise CudaFault("an event is waited for that nobody records")
@@ -527,10 +536,9 @@ class ModelProcess(ValueWaits, Launches):
 
     def _copy(self, into: int, src: int, nbytes: int, stream: int) -> None:
         with self.host.lock:
-            line = self._stream(stream).line
 
             def run(clock: Clock) -> None:
-                self._target(into, nbytes, line, clock)[:] = self._source(src, nbytes, line, clock)
+                self._target(into, nbytes, clock)[:] = self._source(src, nbytes, clock)
 
             self._ask(stream, run)
 
@@ -539,22 +547,21 @@ class ModelProcess(ValueWaits, Launches):
     ) -> None:
         """A kernel that reads and writes these bytes in place."""
         with self.host.lock:
-            line = self._stream(stream).line
 
             def run(clock: Clock) -> None:
-                made(self._target(into, nbytes, line, clock))
+                made(self._target(into, nbytes, clock))
 
             self._ask(stream, run)
 
-    def _source(self, address: int, nbytes: int, line: int, clock: Clock) -> NDArray[np.uint8]:
-        if _is_device(address):
-            return self.host.access(address, nbytes, by=self, line=line, clock=clock, write=False)
-        return _of_host(address, nbytes)
+    def _source(self, address: int, nbytes: int, clock: Clock) -> NDArray[np.uint8]:
+        if is_device(address):
+            return self.host.access(address, nbytes, by=self, clock=clock, write=False)
+        return of_host(address, nbytes)
 
-    def _target(self, address: int, nbytes: int, line: int, clock: Clock) -> NDArray[np.uint8]:
-        if _is_device(address):
-            return self.host.access(address, nbytes, by=self, line=line, clock=clock, write=True)
-        return _of_host(address, nbytes)
+    def _target(self, address: int, nbytes: int, clock: Clock) -> NDArray[np.uint8]:
+        if is_device(address):
+            return self.host.access(address, nbytes, by=self, clock=clock, write=True)
+        return of_host(address, nbytes)
 
     def _ask(self, stream: int, run: Callable[[Clock], None], may: Callable[[], bool] = lambda: True) -> None:
         self._check()
@@ -589,8 +596,3 @@ class ModelProcess(ValueWaits, Launches):
             raise CudaFault("the process is dead")
         if self.host.failed is not None:
             raise self.host.failed
-
-
-def _of_host(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """Bytes of this process's own memory, whatever they are in."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,11 +57,24 @@ def refuse_kernels(launch: ModelLaunch, /) -> None:
     raise CudaFault(f"this model was made without kernels, and is to run {launch.kernel.name}")
 
 
+_INVALIDATED: Final = "operation failed due to a previous error during capture"
+
+
+@dataclass(slots=True)
+class _Capture:
+    """What one thread asks of a stream, recorded."""
+
+    thread: int
+    operations: list[Operation] = field(default_factory=list[Operation])
+    is_valid: bool = True
+
+
 class Launches:
     """Methods of a `ModelProcess`."""
 
     host: Any
     device: int
+    default_stream: int
     _ask: Any
     _check: Any
     _stream: Any
@@ -81,6 +95,7 @@ class Launches:
         """See `CudaApi`."""
         with self.host.lock:
             self._check()
+            self.require_no_capture()
             number: int = self.host.serial()
             self._modules[number] = image
             return number
@@ -103,7 +118,7 @@ class Launches:
     ) -> None:
         """See `CudaApi`."""
         with self.host.lock:
-            kernel, line, given = self._functions[function], self._stream(stream).line, tuple(arguments)
+            kernel, given = self._functions[function], tuple(arguments)
             if shared_bytes > kernel.shared_bytes:
                 raise CudaFault(f"invalid value: {kernel.name} with {shared_bytes} bytes of shared memory")
             if min(*grid, *block) < 1:
@@ -117,7 +132,7 @@ class Launches:
                         values.append(each)
                         continue
                     reach = self._target if each.written else self._source
-                    found = reach(each.address, each.nbytes, line, clock)
+                    found = reach(each.address, each.nbytes, clock)
                     values.append(seen.setdefault((each.address, each.nbytes), found))
                 written = [isinstance(each, DeviceBytes) and each.written for each in given]
                 self.host.run_kernel(ModelLaunch(kernel, grid, block, shared_bytes, values, written))
@@ -127,50 +142,98 @@ class Launches:
     def memset_async(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """See `CudaApi`."""
         with self.host.lock:
-            line = self._stream(stream).line
 
             def run(clock: dict[int, int]) -> None:
-                self._target(address, nbytes, line, clock)[:] = value
+                self._target(address, nbytes, clock)[:] = value
 
             self._ask(stream, run)
 
     # -- graphs ------------------------------------------------------------------------------------------
 
     def stream_begin_capture(self, stream: int) -> None:
-        """See `CudaApi`."""
+        """See `CudaApi`. Mode: of the thread that begins."""
         with self.host.lock:
             self._check()
-            self._captures[stream] = []
+            self._stream(stream)
+            if stream == self.default_stream:
+                raise CudaFault("operation not permitted: the legacy stream cannot be captured")
+            if stream in self._captures:
+                raise CudaFault("operation not permitted: the stream is captured already")
+            self._captures[stream] = _Capture(threading.get_ident())
 
     def stream_end_capture(self, stream: int) -> int:
         """See `CudaApi`."""
         with self.host.lock:
+            found = self._captures.get(stream)
+            if found is None:
+                raise CudaFault("operation not permitted: the stream is not captured")
+            if found.thread != threading.get_ident():
+                raise CudaFault("a capture was not ended by the thread that began it")
+            del self._captures[stream]
+            if not found.is_valid:
+                raise CudaFault(_INVALIDATED)
             number: int = self.host.serial()
-            self._graphs[number] = self._captures.pop(stream)
+            self._graphs[number] = found.operations
             return number
 
     def graph_launch(self, graph: int, stream: int) -> None:
-        """See `CudaApi`: operations run with the line of the stream that captured them, as one."""
+        """See `CudaApi`: operations run with the line of the stream that they are launched on."""
         with self.host.lock:
-            for each in self._graphs[graph]:
+            for each in self._graph(graph):
                 self._ask(stream, each)
 
     def graph_destroy(self, graph: int) -> None:
         """See `CudaApi`."""
         with self.host.lock:
+            self._graph(graph)
             del self._graphs[graph]
+
+    def _graph(self, graph: int) -> list[Operation]:
+        found = self._graphs.get(graph)
+        if found is None:
+            raise CudaFault(f"invalid resource handle: there is no graph {graph}")
+        return found
+
+    def is_captured(self, stream: int) -> bool:
+        """Return whether what is asked of the stream is recorded."""
+        return stream in self._captures
 
     def captured(self, stream: int, run: Operation) -> bool:
         """Return whether the stream is captured; `run` is then recorded."""
         found = self._captures.get(stream)
-        if found is not None:
-            found.append(run)
+        if found is None:
+            return False
+        if not found.is_valid:
+            raise CudaFault(_INVALIDATED)
+        found.operations.append(run)
+        return True
+
+    def waits_in_capture(self, stream: int, *, captured: bool) -> bool:
+        """Return whether a stream waits for an event of its own capture, which orders nothing more.
+
+        Raises `CudaFault` for an event of another capture, or of none; streams cannot join a capture here.
+        """
+        found = self._captures.get(stream)
+        if found is not None and not captured:
+            found.is_valid = False
+            raise CudaFault("dependency created on uncaptured work in another stream")
+        if found is None and captured:
+            raise CudaFault("a stream would join a capture, which the model does not cover")
         return found is not None
 
-    def require_no_capture(self) -> None:
-        """Raise `CudaFault` for a call that is not permitted while a stream of this process is captured."""
-        if self._captures:
+    def require_no_capture(self, stream: int | None = None, *, of_event: bool = False) -> None:
+        """Raise `CudaFault` for a call that a capture of this thread, or of `stream`, does not permit.
+
+        That invalidates the capture. of_event: the call is about an event that was recorded in a capture.
+        """
+        mine = threading.get_ident()
+        broken = [one for at, one in self._captures.items() if one.thread == mine or at == stream]
+        for one in broken:
+            one.is_valid = False
+        if broken:
             raise CudaFault("operation not permitted when a stream is capturing")
+        if of_event:
+            raise CudaFault("operation not permitted on an event last recorded in a capturing stream")
 
     @property
     def _modules(self) -> dict[int, ModuleImage]:
@@ -181,7 +244,7 @@ class Launches:
         return self.__dict__.setdefault("_all_functions", {})
 
     @property
-    def _captures(self) -> dict[int, list[Operation]]:
+    def _captures(self) -> dict[int, _Capture]:
         return self.__dict__.setdefault("_all_captures", {})
 
     @property
@@ -202,7 +265,7 @@ class Launches:
         with self.host.lock:
             if self.host.load_kernel is None:
                 raise CudaFault("this model was made without kernels")
-            line, kernel = self._stream(stream).line, self.host.load_kernel(kernels, name)
+            kernel = self.host.load_kernel(kernels, name)
             given = tuple(arguments)
 
             def run(clock: dict[int, int]) -> None:
@@ -211,7 +274,7 @@ class Launches:
                 for each in given:
                     if isinstance(each, DeviceBytes) and each.nbytes:
                         reach = self._target if each.written else self._source
-                        kept.append(reach(each.address, each.nbytes, line, clock))
+                        kept.append(reach(each.address, each.nbytes, clock))
                         numbers.append(kept[-1].ctypes.data)
                     else:
                         numbers.append(0 if isinstance(each, DeviceBytes) else each)

@@ -1,7 +1,8 @@
-"""Memory of a modelled device that models in other processes map."""
+"""Memory of a modelled device: its addresses, and what models in other processes map."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
@@ -15,6 +16,17 @@ from zbmd.transport.cuda.api import HANDLE_BYTES
 Bytes = NDArray[np.uint8]
 _HANDLE: Final = struct.Struct("<cIIQ")
 _MARK: Final = b"S"
+FIRST_ADDRESS: Final = 1 << 40
+
+
+def is_device(address: int) -> bool:
+    """Return whether it is one of a device."""
+    return FIRST_ADDRESS <= address < 1 << 46
+
+
+def of_host(address: int, nbytes: int) -> Bytes:
+    """Return bytes of this process's own memory, whatever they are in."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def shared_copy(data: Bytes) -> tuple[Bytes, bytes]:

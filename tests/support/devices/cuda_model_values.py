@@ -53,6 +53,7 @@ class ValueWaits:
             clock.update({key: max(clock.get(key, 0), count) for key, count in self.clock.items()})
 
         with self.host.lock:
+            self.require_no_capture(stream)
             self._held.append(passed)
             self._ask(stream, learn, passed)
 
@@ -89,10 +90,9 @@ class ValueWaits:
     ) -> None:
         """Ask a stream for a function of device memory, as (address, bytes)."""
         with self.host.lock:
-            line = self._stream(stream).line
 
             def operation(clock: dict[int, int]) -> None:
-                inputs = [self._source(*each, line, clock) for each in reads if each[1]]
-                run(inputs, [self._target(*each, line, clock) for each in writes if each[1]])
+                inputs = [self._source(*each, clock) for each in reads if each[1]]
+                run(inputs, [self._target(*each, clock) for each in writes if each[1]])
 
             self._ask(stream, operation)

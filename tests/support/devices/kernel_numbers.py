@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -116,9 +117,9 @@ def _embedding(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
 
 
 def _embedding_grad(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
-    out, dy = _rows(_view(launch, 0), launch.arguments[5]), _rows(_view(launch, 1, kind), launch.arguments[5])
-    order, starts, distinct = (_view(launch, number, np.int32) for number in (2, 3, 4))
-    for token, first, last in zip(distinct, starts[:-1], starts[1:], strict=True):
+    out, dy = _rows(_view(launch, 0), launch.arguments[4]), _rows(_view(launch, 1, kind), launch.arguments[4])
+    order, starts = (_view(launch, number, np.int32) for number in (2, 3))
+    for token, (first, last) in enumerate(pairwise(starts)):
         total = np.zeros(dy.shape[1], np.float32)
         for row in order[first:last]:
             total += _wide(dy[row])
@@ -220,10 +221,11 @@ def _add_bias(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
 
 
 def _dropout(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
-    n, start, each, seed, site, step, least = (int(one) for one in launch.arguments[3:10])  # type: ignore[arg-type]
-    noise = Noise(seed, step, _view(launch, 2, np.int64))
+    n, start, each, site, least = (int(one) for one in launch.arguments[3:8])  # type: ignore[arg-type]
+    seed, step, *samples = _view(launch, 2, np.int64).tolist()
+    noise = Noise(seed, step, np.array(samples))
     words = random_words(noise, site & 0xFFFFFF, each).reshape(-1)[start : start + n]
-    kept, factor = (words >= least).astype(np.float32), np.float32(launch.arguments[10])  # type: ignore[arg-type]
+    kept, factor = (words >= least).astype(np.float32), np.float32(launch.arguments[8])  # type: ignore[arg-type]
     _view(launch, 0, kind)[:] = (_wide(_view(launch, 1, kind)) * kept * factor).astype(kind)
 
 

@@ -76,8 +76,8 @@ def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, t
     for rank in range(2):
         assert any(f"rank {rank}: device cuda:{rank} (Modelled GPU" in line for line in lines), lines
     rows = [msgspec.json.decode(row) for row in (tmp_path / "cuda" / METRICS_NAME).read_bytes().splitlines()]
-    launches = {row["launches"] for row in rows if row.get("step", 0) > 1 and "loss" in row}
-    assert launches and min(launches) > 50, "each step's kernels are counted"
+    counted = [(row["launches"], row["kernels"]) for row in rows if row.get("step", 0) > 1 and "loss" in row]
+    assert counted and all(4 * launches < kernels for launches, kernels in counted), "graphs are replayed"
     expected = run_plain(_options(tmp_path / "cpu", data, device="cpu", plain=True))
     assert abs(expected.loss_last - found["loss_last"]) < 5e-3
     assert abs(expected.held_out_loss - found["held_out_loss"]) < 5e-3

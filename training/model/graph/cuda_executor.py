@@ -1,31 +1,57 @@
 """Run a fused graph on a device: one launch a product with all that follows it, all values in one arena.
 
-The kernels are those of `zbmd.training.ops.cuda`. Weights are bf16 on the device; tokens are in host memory.
+The kernels are those of `zbmd.training.ops.cuda`. Weights are bf16 on the device. What differs between steps
+is read from one block of device memory, so launches can be captured in a CUDA graph and replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.autograd.array_module import bfloat16
-from zbmd.training.autograd.rng import Noise
+from zbmd.training.model.gpt import Batch
 from zbmd.training.model.graph.ir import ACTIVATIONS, Graph, Node
-from zbmd.training.model.graph.memory import plan_memory
+from zbmd.training.model.graph.memory import ALIGNMENT, plan_memory
 from zbmd.training.model.graph.trace import Traced
-from zbmd.training.ops.cuda.device_array import DeviceArray, Out
+from zbmd.training.ops.cuda.device_array import DeviceArray, Out, Pool
 from zbmd.training.ops.cuda.executor import Executor
-from zbmd.training.ops.cuda.operators import CudaOperators, PendingLoss
+from zbmd.training.ops.cuda.operators import NOISE_HEAD, CudaOperators, noise_numbers, rows_by_token
 from zbmd.transport.errors import UserError
+
+
+class _Inputs:
+    """Arrays in one block of device memory, which one copy fills."""
+
+    def __init__(self, executor: Executor, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> None:
+        self._executor = executor
+        starts, end = dict[str, int](), 0
+        for name, (count, dtype) in sizes.items():
+            starts[name] = end
+            end += -(-count * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+        self._staged = np.zeros(end, np.uint8)
+        self._block = executor.empty(end, np.uint8)
+        self.host: Final[dict[str, npt.NDArray[Any]]] = {}
+        self.device: Final[dict[str, DeviceArray]] = {}
+        for name, (count, dtype) in sizes.items():
+            kind, at = np.dtype(dtype), starts[name]
+            self.host[name] = self._staged[at : at + count * kind.itemsize].view(kind)
+            address, base = self._block.address + at, self._block.base
+            self.device[name] = DeviceArray(executor, address, (count,), kind, base)
+
+    def upload(self) -> None:
+        """Copy what `host` holds now, in the order of the stream."""
+        self._executor.upload(self._staged, self._block)
 
 
 class CudaGraphRun:
     """A graph that `executor` runs, many times. Raises `UserError` for an op that has no kernel.
 
-    grads: the gradients of the last run, by name; they are overwritten by the next one.
+    `load` copies a batch to the device, `bind` names the arrays of weights and gradients, and `launch` asks
+    for nodes. All other memory belongs to this object, so captured launches stay valid as long as it is.
     """
 
     def __init__(self, traced: Traced, graph: Graph, executor: Executor) -> None:
@@ -38,51 +64,81 @@ class CudaGraphRun:
             )
         self.graph, self._run, self._ops = graph, executor, CudaOperators(executor)
         self.plan: Final = plan_memory(graph)
-        self._arena = executor.empty(max(1, self.plan.arena_bytes), np.uint8)
+        self.arena: Final = executor.empty(max(1, self.plan.arena_bytes), np.uint8)
+        self.pool: Final = Pool()
+        """What kernels need beside the values: partial sums."""
         self._held: dict[int, Any] = {}
         offsets, kinds = self.plan.offsets(), {"bfloat16": bfloat16()}
         for number, value in graph.values.items():
             dtype = kinds.get(value.dtype) or np.dtype(value.dtype)
             if number in offsets:
-                address = self._arena.address + offsets[number]
-                self._held[number] = DeviceArray(executor, address, value.shape, dtype, self._arena.base)
+                address = self.arena.address + offsets[number]
+                self._held[number] = DeviceArray(executor, address, value.shape, dtype, self.arena.base)
             elif value.source == "constant":
                 array = traced.constants[number]
-                self._held[number] = array if array.dtype.kind in "iu" else executor.upload(array)
-        names = {number: name for name, number in graph.outputs.items() if name != "loss"}
-        self.grads: Final[dict[str, DeviceArray]] = {}
-        for number, name in names.items():
-            value = graph.values[number]
-            made = executor.empty(value.shape, kinds.get(value.dtype) or np.dtype(value.dtype))
-            self._held[number] = self.grads[name.removeprefix("grad ")] = made
+                kept = array.astype(np.int64) if array.dtype.kind in "iu" else array
+                self._held[number] = executor.upload(kept)
         self._held[graph.outputs["loss"]] = None  # the host adds up the losses of all rows
-        self._noise: Noise | None = None
-        self._samples: DeviceArray | None = None
-        self._loss: PendingLoss | None = None
-
-    def run(
-        self,
-        weights: Mapping[str, DeviceArray],
-        tokens: npt.NDArray[np.integer],
-        *,
-        noise: Noise | None = None,
-    ) -> PendingLoss:
-        """Compute the loss and `grads` of `tokens`, (samples, T + 1)."""
-        known = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-        flat = {name: np.ascontiguousarray(one, np.int64).reshape(-1) for name, one in known.items()}
-        self._noise = noise
-        self._samples = None if noise is None else self._run.upload(noise.samples.astype(np.int64))
-        for number, value in self.graph.values.items():
+        self._inputs = self._inputs_of()
+        for number, value in graph.values.items():
             if value.source == "input":
-                self._held[number] = flat[value.name]
-            elif value.source == "weight":
+                self._held[number] = self._inputs.device[value.name]
+        self._tables = {
+            number: tuple(map(executor.upload, rows_by_token(traced.constants[number].reshape(-1), rows)))
+            for number, rows in self._embedded().items()
+            if graph.values[number].source == "constant"
+        }
+        self.losses: Final = executor.empty(self._inputs.host["targets"].size, np.float32)
+        """Of each row, unweighted, of the last run."""
+
+    def _embedded(self) -> dict[int, int]:
+        """Return what tables are read at, each with the rows of its table."""
+        return {
+            node.inputs[1]: int(node.attributes["rows"])
+            for node in self.graph.nodes
+            if node.op == "embedding_grad"
+        }
+
+    def _inputs_of(self) -> _Inputs:
+        values = {one.name: one for one in self.graph.values.values() if one.source == "input"}
+        samples, rows = values["tokens"].shape[0], values["targets"].shape[0]
+        sizes: dict[str, tuple[int, npt.DTypeLike]] = dict.fromkeys(values, (rows, np.int64))
+        sizes |= {"noise": (len(NOISE_HEAD) + samples, np.int64), "scale": (1, np.float32)}
+        for number, entries in self._embedded().items():
+            if self.graph.values[number].source == "input":
+                sizes |= {"order": (rows, np.int32), "starts": (entries + 1, np.int32)}
+        return _Inputs(self._run, sizes)
+
+    def load(self, batch: Batch) -> None:
+        """Copy the tokens of a batch, what follows from them, and the numbers of its step to the device."""
+        into, tokens = self._inputs.host, np.ascontiguousarray(batch.inputs, np.int64).reshape(-1)
+        assert batch.targets is not None, "a step has targets"
+        into["tokens"][:], into["targets"][:], into["scale"][:] = tokens, batch.targets, batch.weight
+        if batch.noise is not None:
+            into["noise"][:] = noise_numbers(batch.noise)
+        if "order" in into:
+            into["order"][:], into["starts"][:] = rows_by_token(tokens, len(into["starts"]) - 1)
+        self._inputs.upload()
+
+    def bind(self, weights: Mapping[str, DeviceArray], grads: Mapping[str, DeviceArray]) -> None:
+        """Read these weights and write these gradients, by the names of parameters, from now on."""
+        for number, value in self.graph.values.items():
+            if value.source == "weight":
                 self._held[number] = weights[value.name]
-        for node in self.graph.nodes:
-            self._by_op[node.op](
-                self, node, *(self._held[number] for number in (*node.outputs, *node.inputs))
-            )
-        assert self._loss is not None, "a step has a loss"
-        return self._loss
+        for name, number in self.graph.outputs.items():
+            if name != "loss":
+                self._held[number] = grads[name.removeprefix("grad ")]
+
+    def launch(self, nodes: Iterable[Node]) -> None:
+        """Ask the device for nodes of the graph, which follow those that it was asked for last."""
+        with self._run.within(self.pool):
+            for node in nodes:
+                arrays = (self._held[number] for number in (*node.outputs, *node.inputs))
+                self._by_op[node.op](self, node, *arrays)
+
+    def close(self) -> None:
+        """Give the memory beside the arena back; nothing that was captured may be replayed any more."""
+        self._run.close_pool(self.pool)
 
     @staticmethod
     def _launches() -> Mapping[str, Callable[..., None]]:
@@ -97,7 +153,7 @@ class CudaGraphRun:
             "cross_entropy_both": CudaGraphRun._cross_entropy,
             "dropout": CudaGraphRun._dropout,
             "embedding": lambda run, _, y, tokens, table: run._ops.embed(y, table, tokens),
-            "embedding_grad": lambda run, _, y, dy, tokens: run._ops.embedding_grad(y, dy, tokens),
+            "embedding_grad": CudaGraphRun._embedding_grad,
             "layer_norm": lambda run, _, y, rows, x, *given: run._ops.normalise(y, rows, x, *given),
             "layer_norm_grad": CudaGraphRun._norm_grad,
             "matmul": CudaGraphRun._product,
@@ -129,14 +185,19 @@ class CudaGraphRun:
             self._run.copy(into, source)
 
     def _dropout(self, node: Node, y: DeviceArray, x: DeviceArray) -> None:
-        assert self._noise is not None and self._samples is not None, "a graph with dropout has noise"
         rate, site = float(node.attributes["rate"]), int(node.attributes["site"])
-        self._ops.thin(y, x, self._samples, rate=rate, noise=self._noise, site=site, first_row=0, rows=len(x))
+        noise = self._inputs.device["noise"]
+        self._ops.thin(y, x, noise, rate=rate, site=site, first_row=0, rows=len(x))
 
-    def _cross_entropy(self, node: Node, *arrays: Any) -> None:
-        *_, slope, logits, targets = arrays
+    def _embedding_grad(self, node: Node, y: DeviceArray, dy: DeviceArray, _: DeviceArray) -> None:
+        given = self._inputs.device
+        tables = self._tables.get(node.inputs[1]) or (given["order"], given["starts"])
+        self._ops.embedding_grad(y, dy, *tables)
+
+    def _cross_entropy(self, _: Node, *arrays: Any) -> None:
+        *_others, slope, logits, targets = arrays
         self._moved(slope, logits)
-        self._loss = self._ops.loss(slope, targets, float(node.body[0].attributes["weight"]))
+        self._ops.loss(slope, self.losses, targets, self._inputs.device["scale"])
 
     def _norm_grad(self, node: Node, dx: DeviceArray, *arrays: DeviceArray) -> None:
         *sums, dy, x, statistics, gain = arrays

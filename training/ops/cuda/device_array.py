@@ -6,6 +6,7 @@ An array is contiguous; slices along the first axis and reshapes are views. What
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
@@ -61,16 +62,40 @@ class Flags:
 FLAGS: Final = Flags()
 
 
+class Pool:
+    """Memory that no array uses, by size. heir: gets what comes back after this one was closed."""
+
+    __slots__ = ("free", "heir")
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[int]] = defaultdict(list)
+        self.heir: Pool | None = None
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the address of memory of this size, None if there is none."""
+        try:
+            return self.free[nbytes].pop()
+        except IndexError:
+            return None
+
+    def close(self, into: Pool) -> None:
+        """Hand all memory to `into`, also what comes back later."""
+        self.heir = into
+        for nbytes, addresses in self.free.items():
+            into.free[nbytes] += addresses
+            addresses.clear()
+
+
 class Block:
     """Memory that returns to the pool when no array uses it any more."""
 
     __slots__ = ("address", "nbytes", "pool")
 
-    def __init__(self, pool: dict[int, list[int]], nbytes: int, address: int) -> None:
+    def __init__(self, pool: Pool, nbytes: int, address: int) -> None:
         self.pool, self.nbytes, self.address = pool, nbytes, address
 
     def __del__(self) -> None:
-        self.pool[self.nbytes].append(self.address)
+        (self.pool.heir or self.pool).free[self.nbytes].append(self.address)
 
 
 class DeviceArray:

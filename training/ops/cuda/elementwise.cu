@@ -68,11 +68,14 @@ DEVICE Words4 philox(u32 a, u32 b, u32 c, u32 d, u64 key) {
 }
 
 // y = x, with each element times `factor`, or zero if its random word is below `least`. Element i is element
-// start + i of the samples, which have `each` elements and the numbers `samples`; site: with the purpose in its
-// highest byte. In place or not. A thread takes 4 neighbours, which share a block of words.
+// start + i of the samples, which have `each` elements. noise: the seed, the step, and the number of each sample: a
+// captured launch reads those of the step that it is replayed in. site: with the purpose in its highest byte. In place
+// or not. A thread takes 4 neighbours, which share a block of words.
 template <typename T>
-DEVICE void drop(T *y, const T *x, const i64 *samples, u64 n, u64 start, u64 each, u64 seed, u32 site, u32 step,
-                 u32 least, float factor) {
+DEVICE void drop(T *y, const T *x, const i64 *noise, u64 n, u64 start, u64 each, u32 site, u32 least, float factor) {
+    u64 seed = noise[0];
+    u32 step = (u32)noise[1];
+    const i64 *samples = noise + 2;
     for (u64 first = (blockIdx.x * (u64)blockDim.x + threadIdx.x) * 4; first < n;
          first += (u64)gridDim.x * blockDim.x * 4) {
         u64 block = ~0ull, number = ~0ull;
@@ -88,11 +91,11 @@ DEVICE void drop(T *y, const T *x, const i64 *samples, u64 n, u64 start, u64 eac
         }
     }
 }
-KERNEL dropout_f32(float *y, const float *x, const i64 *samples, u64 n, u64 start, u64 each, u64 seed, u32 site,
-                   u32 step, u32 least, float factor) {
-    drop<float>(y, x, samples, n, start, each, seed, site, step, least, factor);
+KERNEL dropout_f32(float *y, const float *x, const i64 *noise, u64 n, u64 start, u64 each, u32 site, u32 least,
+                   float factor) {
+    drop<float>(y, x, noise, n, start, each, site, least, factor);
 }
-KERNEL dropout_bf16(bf16 *y, const bf16 *x, const i64 *samples, u64 n, u64 start, u64 each, u64 seed, u32 site,
-                    u32 step, u32 least, float factor) {
-    drop<bf16>(y, x, samples, n, start, each, seed, site, step, least, factor);
+KERNEL dropout_bf16(bf16 *y, const bf16 *x, const i64 *noise, u64 n, u64 start, u64 each, u32 site, u32 least,
+                    float factor) {
+    drop<bf16>(y, x, noise, n, start, each, site, least, factor);
 }

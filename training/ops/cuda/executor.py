@@ -8,9 +8,8 @@ the device but `download`.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -19,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.ops.cuda.compiler import Compiler
-from zbmd.training.ops.cuda.device_array import Block, DeviceArray, Out
+from zbmd.training.ops.cuda.device_array import Block, DeviceArray, Out, Pool
 from zbmd.training.ops.cuda.table import BY_NAME, PORTABLE, compile_source
 from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes, ModuleImage, OutOfDeviceMemory
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
 
@@ -128,12 +127,20 @@ class Executor:
         """The kernels that multiply matrices."""
         self.stream: Final = api.stream_create()
         self.launches = 0
-        """Kernels that were launched so far."""
+        """What was launched so far: kernels, and graphs."""
+        self.kernels = 0
+        """Kernels that were asked for so far, those of graphs included."""
         self._copies: Final = api.stream_create()
+        self._captured: Final = api.stream_create()
+        """Records graphs, so that other threads may copy in the order of `stream` meanwhile."""
+        self._asked = self.stream
+        """Where launches go: `stream`, or `_captured`."""
+        self._capturing_thread = 0
         self._compile = compile
         self._modules = dict[str, int]()
         self._functions = dict[str, int]()
-        self._free: dict[int, list[int]] = defaultdict(list)
+        self._free: Final = Pool()
+        self._pool = self._free
         self._up, self._down = _Pieces(api), _Pieces(api)
         self._ordered: Final = api.event_create()
         self.held_bytes = 0
@@ -145,12 +152,24 @@ class Executor:
         """Return a new array with undefined contents. Raises `DeviceMemoryError`."""
         extents, kind = (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype)
         nbytes = size_class(int(np.prod(extents, dtype=np.int64)) * kind.itemsize)
-        kept = self._free[nbytes]
-        try:
-            address = kept.pop()
-        except IndexError:
+        pool = self._pool
+        address = pool.take(nbytes)
+        if address is None:
             address = self._allocate(nbytes)
-        return DeviceArray(self, address, extents, kind, Block(self._free, nbytes, address))
+        return DeviceArray(self, address, extents, kind, Block(pool, nbytes, address))
+
+    @contextmanager
+    def within(self, pool: Pool) -> Generator[None]:
+        """Let arrays that are made in the block take their memory from `pool`, and return it there."""
+        before, self._pool = self._pool, pool
+        try:
+            yield
+        finally:
+            self._pool = before
+
+    def close_pool(self, pool: Pool) -> None:
+        """Hand the memory of `pool` to all arrays. Nothing that uses it may be asked for any more."""
+        pool.close(self._free)
 
     def zeros(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike) -> DeviceArray:
         """Return a new array of zeros."""
@@ -161,7 +180,7 @@ class Executor:
     def clear(self, array: DeviceArray) -> None:
         """Set all bytes to zero."""
         if array.nbytes:
-            self.api.memset_async(array.address, 0, array.nbytes, self.stream)
+            self.api.memset_async(array.address, 0, array.nbytes, self._asked)
 
     def _allocate(self, nbytes: int) -> int:
         try:
@@ -183,7 +202,7 @@ class Executor:
     def trim(self) -> None:
         """Give memory that no array uses back to the device."""
         self.api.stream_synchronize(self.stream)
-        for nbytes, addresses in self._free.items():
+        for nbytes, addresses in self._free.free.items():
             while addresses:
                 self.api.free(addresses.pop())
                 self.held_bytes -= nbytes
@@ -195,6 +214,7 @@ class Executor:
         array = self.empty(host.shape, host.dtype) if into is None else into
         data = np.ascontiguousarray(host, dtype=array.dtype).reshape(-1).view(np.uint8)
         assert data.nbytes == array.nbytes, f"{host.shape} was to be copied to {array.shape}"
+        self._require_no_capture()
         with self._up.lock:
             for start in range(0, data.nbytes, PIECE_BYTES):
                 piece, part = self._up.take(), data[start : start + PIECE_BYTES]
@@ -210,6 +230,7 @@ class Executor:
         """
         host = np.empty(array.shape, array.dtype) if into is None else into
         assert host.flags.c_contiguous and host.nbytes == array.nbytes
+        self._require_no_capture()
         data, api = host.reshape(-1).view(np.uint8), self.api
         with self._down.lock:
             api.event_record(self._ordered, self.stream)
@@ -235,7 +256,7 @@ class Executor:
         assert into.size == source.size
         if into.dtype == source.dtype:
             if into.nbytes:
-                self.api.memcpy_async(into.address, source.address, into.nbytes, self.stream)
+                self.api.memcpy_async(into.address, source.address, into.nbytes, self._asked)
             return
         kinds = {source.dtype.itemsize: source, into.dtype.itemsize: into}
         assert set(kinds) == {2, 4}, f"{source.dtype} was to be copied to {into.dtype}"
@@ -252,9 +273,10 @@ class Executor:
             return
         given = [_given(one) for one in arguments]
         self.api.launch_function(
-            self._function(name), (x, y, z), (entry.block, 1, 1), entry.dynamic, given, self.stream
+            self._function(name), (x, y, z), (entry.block, 1, 1), entry.dynamic, given, self._asked
         )
         self.launches += 1
+        self.kernels += 1
 
     def each(self, name: str, elements: int, *arguments: Argument) -> None:
         """Launch a kernel that goes over so many elements in strides of its grid."""
@@ -264,22 +286,45 @@ class Executor:
 
     @contextmanager
     def capturing(self) -> Generator[Graph]:
-        """Record what the device is asked for in the block, without running it; replay the result.
+        """Record what this thread launches in the block, without running it; replay the result.
 
-        The arrays in use must stay; memory must have been allocated before, as by a run of the same work.
+        The arrays in use must stay, and all that the block needs must exist, as after a run of the same work:
+        CUDA neither allocates nor loads kernels meanwhile. Other threads may copy. Raises `CudaFault`.
         """
-        graph, before = Graph(), self.launches
-        self.api.stream_begin_capture(self.stream)
+        graph, before, stream = Graph(), (self.launches, self.kernels), self._captured
+        self.api.stream_begin_capture(stream)
+        self._asked, self._capturing_thread = stream, threading.get_ident()
         try:
             yield graph
+        except BaseException:
+            with suppress(CudaFault):
+                self.api.graph_destroy(self.api.stream_end_capture(stream))
+            raise
+        else:
+            graph.number = self.api.stream_end_capture(stream)
         finally:
-            graph.number = self.api.stream_end_capture(self.stream)
-            graph.launches, self.launches = self.launches - before, before
+            self._asked, self._capturing_thread = self.stream, 0
+            graph.launches = self.kernels - before[1]
+            self.launches, self.kernels = before
+
+    def _require_no_capture(self) -> None:
+        if self._capturing_thread == threading.get_ident():
+            raise LocalProtocolError(
+                "a copy between host and device was to be captured, but its page-locked memory has other "
+                "contents when the graph is replayed: copy before, and replay then"
+            )
 
     def replay(self, graph: Graph) -> None:
         """Ask the device for all of a graph, as one launch, with what its arrays hold then."""
         self.api.graph_launch(graph.number, self.stream)
         self.launches += 1
+        self.kernels += graph.launches
+
+    def drop(self, graphs: Iterable[Graph]) -> None:
+        """Forget graphs, after the device is done with them."""
+        self.api.stream_synchronize(self.stream)
+        for one in graphs:
+            self.api.graph_destroy(one.number)
 
     def _function(self, name: str) -> int:
         found = self._functions.get(name)

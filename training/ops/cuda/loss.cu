@@ -45,23 +45,21 @@ KERNEL embedding_bf16(bf16 *y, const bf16 *table, const i64 *tokens, int vocabul
     rows_of<bf16>(y, table, tokens, vocabulary, features);
 }
 
-// One block a distinct token. out (vocabulary, features) float32 = the rows of dy (rows, features), added up by token
-// in their order: `order` has the rows sorted by token, stable, `starts` (blocks + 1,) where each token's rows begin
-// in it, and `distinct` the tokens. Rows of tokens that do not occur are not written.
+// One block a token of the vocabulary. out (vocabulary, features) float32 = the rows of dy (rows, features), added up
+// by token in their order: `order` has the rows sorted by token, stable, and `starts` (vocabulary + 1,) where each
+// token's rows begin in it. The row of a token that does not occur becomes zero. So the grid is the same in each step.
 template <typename T>
-DEVICE void add_rows(float *out, const T *dy, const int *order, const int *starts, const int *distinct, int features) {
+DEVICE void add_rows(float *out, const T *dy, const int *order, const int *starts, int features) {
     int first = starts[blockIdx.x], last = starts[blockIdx.x + 1];
     for (int i = threadIdx.x; i < features; i += blockDim.x) {
         float sum = 0.0f;
         for (int at = first; at < last; at++) sum += to_float(dy[(u64)order[at] * features + i]);
-        out[(u64)distinct[blockIdx.x] * features + i] = sum;
+        out[(u64)blockIdx.x * features + i] = sum;
     }
 }
-KERNEL embedding_grad_f32(float *out, const float *dy, const int *order, const int *starts, const int *distinct,
-                          int features) {
-    add_rows<float>(out, dy, order, starts, distinct, features);
+KERNEL embedding_grad_f32(float *out, const float *dy, const int *order, const int *starts, int features) {
+    add_rows<float>(out, dy, order, starts, features);
 }
-KERNEL embedding_grad_bf16(float *out, const bf16 *dy, const int *order, const int *starts, const int *distinct,
-                           int features) {
-    add_rows<bf16>(out, dy, order, starts, distinct, features);
+KERNEL embedding_grad_bf16(float *out, const bf16 *dy, const int *order, const int *starts, int features) {
+    add_rows<bf16>(out, dy, order, starts, features);
 }

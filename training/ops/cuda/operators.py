@@ -45,6 +45,25 @@ def _as_data(array: DeviceArray) -> Array:
     return cast(Array, array)
 
 
+NOISE_HEAD: Final = ("seed", "step")
+"""What is before the numbers of the samples; see `noise_numbers`."""
+
+
+def noise_numbers(noise: Noise) -> npt.NDArray[np.int64]:
+    """Return what the kernel of dropout reads: the seed, the step, and the number of each sample."""
+    head = [noise.seed & 0xFFFFFFFFFFFFFFFF, noise.step & 0xFFFFFFFF]
+    return np.concatenate([np.array(head, np.uint64).view(np.int64), noise.samples.astype(np.int64)])
+
+
+def rows_by_token(
+    tokens: npt.NDArray[np.int64], vocabulary: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return the rows sorted by token, stable, and where those of each token begin and the last one's end."""
+    order = np.argsort(tokens, kind="stable")
+    starts = np.searchsorted(tokens[order], np.arange(vocabulary + 1))
+    return order.astype(np.int32), starts.astype(np.int32)
+
+
 @dataclass(slots=True)
 class PendingLoss:
     """A loss that the device computes: a scalar once it is asked for, which waits."""
@@ -75,34 +94,36 @@ class CudaOperators:
         run, rows = self.executor, _on_device(table.stored)
         places = np.ascontiguousarray(tokens, np.int64)
         y = run.empty((len(places), rows.shape[1]), self.dtype)
-        self.embed(y, rows, places)
+        self.embed(y, rows, run.upload(places))
 
         def backward(dy: Array) -> None:
-            table.receive(
-                lambda out: self.embedding_grad(_on_device(out), _on_device(dy), places), lasting=True
-            )
+            def write(out: Array) -> None:
+                tables = map(run.upload, rows_by_token(places, len(rows)))
+                self.embedding_grad(_on_device(out), _on_device(dy), *tables)
+
+            table.receive(write, lasting=True)
 
         return tape.record(_as_data(y), backward, table)
 
-    def embed(self, y: DeviceArray, table: DeviceArray, tokens: npt.NDArray[np.int64]) -> None:
+    def embed(self, y: DeviceArray, table: DeviceArray, tokens: DeviceArray) -> None:
         """Write the rows `tokens` of the table to `y`."""
         vocabulary, features = map(i32, table.shape)
-        given = (Out(y), table, self.executor.upload(tokens), vocabulary, features)
-        self.executor.launch("embedding_bf16", len(tokens), *given)
+        self.executor.launch("embedding_bf16", tokens.size, Out(y), table, tokens, vocabulary, features)
 
-    def embedding_grad(self, out: DeviceArray, dy: DeviceArray, tokens: npt.NDArray[np.int64]) -> None:
-        """Write the gradient of the table of `embedding` to `out`. tokens: in host memory."""
-        run, order = self.executor, np.argsort(tokens, kind="stable")
-        distinct, starts = np.unique(tokens[order], return_index=True)
-        tables = (order, np.append(starts, len(tokens)), distinct)
-        run.clear(out)
-        given = [run.upload(one.astype(np.int32)) for one in tables]
-        run.launch(f"embedding_grad_{dy.kind}", len(distinct), Out(out), dy, *given, i32(dy.shape[1]))
+    def embedding_grad(
+        self, out: DeviceArray, dy: DeviceArray, order: DeviceArray, starts: DeviceArray
+    ) -> None:
+        """Write the gradient of the table of `embedding` to `out`. order, starts: see `rows_by_token`."""
+        given = (Out(out), dy, order, starts, i32(dy.shape[1]))
+        self.executor.launch(f"embedding_grad_{dy.kind}", len(out), *given)
 
     def cross_entropy(self, tape: Tape, logits: Tensor, targets: Array, *, weight: float) -> Tensor:
         """See `ops.cross_entropy`. targets: in host memory. The logits become their gradient, at once."""
         scores = _on_device(logits.data)
-        loss = self.loss(scores, targets, weight)
+        run, wanted = self.executor, np.ascontiguousarray(targets, np.int64)
+        losses, scale = run.empty(len(scores), np.float32), run.upload(np.array([weight], np.float32))
+        self.loss(scores, losses, run.upload(wanted), scale)
+        loss = PendingLoss(run, losses, weight)
 
         def backward(dy: Array) -> None:
             if float(dy) != 1.0:
@@ -113,14 +134,13 @@ class CudaOperators:
 
         return tape.record(cast(Array, loss), backward)
 
-    def loss(self, logits: DeviceArray, targets: Array, weight: float) -> PendingLoss:
-        """Return the loss of `logits`, and overwrite them by their gradient."""
-        run, (rows, classes) = self.executor, logits.shape
-        losses = run.empty(rows, np.float32)
-        wanted = run.upload(np.ascontiguousarray(targets, np.int64))
-        scale = run.upload(np.array([weight], np.float32))
-        run.launch("cross_entropy_bf16", rows, Out(logits), Out(losses), wanted, scale, i32(classes))
-        return PendingLoss(run, losses, weight)
+    def loss(
+        self, logits: DeviceArray, losses: DeviceArray, targets: DeviceArray, scale: DeviceArray
+    ) -> None:
+        """Write the loss of each row, and overwrite the logits by their gradient, times `scale`, (1,)."""
+        rows, classes = logits.shape
+        given = (Out(logits), Out(losses), targets, scale, i32(classes))
+        self.executor.launch("cross_entropy_bf16", rows, *given)
 
     # ---- products
 
@@ -333,14 +353,12 @@ class CudaOperators:
         rows: int | None = None,
     ) -> Tensor:
         """See `ops.dropout`: the same numbers, so the same elements are dropped."""
-        samples = self.executor.upload(noise.samples.astype(np.int64))
+        drawn = self.executor.upload(noise_numbers(noise))
         all_rows = len(x.data) if rows is None else rows
 
         def thinned(values: DeviceArray) -> DeviceArray:
             made = values.room(self.dtype)
-            self.thin(
-                made, values, samples, rate=rate, noise=noise, site=site, first_row=first_row, rows=all_rows
-            )
+            self.thin(made, values, drawn, rate=rate, site=site, first_row=first_row, rows=all_rows)
             return made
 
         def backward(dy: Array) -> None:
@@ -352,21 +370,20 @@ class CudaOperators:
         self,
         y: DeviceArray,
         x: DeviceArray,
-        samples: DeviceArray,
+        noise: DeviceArray,
         *,
         rate: float,
-        noise: Noise,
         site: int,
         first_row: int,
         rows: int,
     ) -> None:
-        """Write `x` after dropout to `y`. samples: those of `noise`; rows: of all samples."""
-        features = x.shape[1]
-        each, place = rows // len(noise.samples) * features, (int(Purpose.DROPOUT) << 24) | site
+        """Write `x` after dropout to `y`. noise: see `noise_numbers`; rows: of all samples."""
+        features, samples = x.shape[1], noise.size - len(NOISE_HEAD)
+        each, place = rows // samples * features, (int(Purpose.DROPOUT) << 24) | site
         least, factor = min(int(rate * 2**32), 2**32 - 1), 1.0 / (1.0 - rate)
-        sizes = (u64(x.size), u64(first_row * features), u64(each), u64(noise.seed))
-        numbers = (u32(place), u32(noise.step & 0xFFFFFFFF), u32(least), f32(factor))
-        self.executor.each("dropout_bf16", -(-x.size // 4), Out(y), x, samples, *sizes, *numbers)
+        sizes = (u64(x.size), u64(first_row * features), u64(each))
+        numbers = (u32(place), u32(least), f32(factor))
+        self.executor.each("dropout_bf16", -(-x.size // 4), Out(y), x, noise, *sizes, *numbers)
 
     # ---- attention
 

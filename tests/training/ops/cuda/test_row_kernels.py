@@ -14,6 +14,7 @@ from zbmd.training import ops
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.autograd.rng import Noise, Purpose
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
+from zbmd.training.ops.cuda.operators import noise_numbers, rows_by_token
 from zbmd.training.optim.clip import NORM_BLOCK, clip_scale, global_norm
 from zbmd.training.optim.elementwise import (
     SGD,
@@ -120,9 +121,8 @@ def test_dropout_draws_the_bits_of_the_cpu(kind: str, first_row: int, rows: int 
     ).data
     each, least = (rows or count) // 2 * features, int(0.3 * 2**32)
     site = (int(Purpose.DROPOUT) << 24) | 9
-    samples = fixed(noise.samples, "i8")
-    numbers = (x.size, first_row * features, each, noise.seed, site, noise.step, least, 1.0 / 0.7)
-    run(f"dropout_{kind}", 1, [y], x, samples, *numbers)
+    numbers = (x.size, first_row * features, each, site, least, 1.0 / 0.7)
+    run(f"dropout_{kind}", 1, [y], x, fixed(noise_numbers(noise), "i8"), *numbers)
     same(y, expected.astype(y.dtype))
 
 
@@ -160,13 +160,11 @@ def test_embedding(kind: str) -> None:
     vocabulary, features = 11, 37
     tokens = np.array([3, 7, 3, 0, 3, 10, 7])
     table, dy = _values((vocabulary, features), kind, seed=1), _values((len(tokens), features), kind, seed=2)
-    y, grad = empty((len(tokens), features), kind), np.zeros((vocabulary, features), np.float32)
+    y, grad = empty((len(tokens), features), kind), empty((vocabulary, features))
     run(f"embedding_{kind}", len(tokens), [y], table, fixed(tokens, "i8"), vocabulary, features)
     same(y, table[tokens])
-    order = np.argsort(tokens, kind="stable")
-    distinct, starts = np.unique(tokens[order], return_index=True)
-    sorted_rows = [fixed(one, "i4") for one in (order, [*starts, len(tokens)], distinct)]
-    run(f"embedding_grad_{kind}", len(distinct), [], grad, dy, *sorted_rows, features)
+    sorted_rows = [fixed(one, "i4") for one in rows_by_token(tokens, vocabulary)]
+    run(f"embedding_grad_{kind}", vocabulary, [grad], dy, *sorted_rows, features)
     table_grad = np.zeros((vocabulary, features), np.float32)
     parameter = Parameter(wide(table), table_grad, 0, None)
     tape = Tape(np)

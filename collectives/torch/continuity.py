@@ -100,6 +100,8 @@ class Continuity:
         self._forbidden: list[str] | None = None
         self.mode = Mode.TOGETHER
         self.standing = Standing.OUTSIDE
+        self.updates = False
+        """Whether an optimizer updates after the commit: an operation could then fail on this rank alone."""
         self.broken: ZbmdError | None = None
         """The first loss of the epoch under way that an operation has met."""
         self.epoch = 0
@@ -185,6 +187,7 @@ class Continuity:
 
     def end_tail(self) -> None:
         """A step has ended; a loss that its tail has met is still to be dealt with."""
+        self.updates = False
         if self.mode is Mode.TAIL:
             self.mode, self._tail_alone = Mode.TOGETHER, False
 
@@ -286,6 +289,11 @@ class Continuity:
             self._forbidden.append("an operation of torch.distributed")
             raise UserError("an operation of torch.distributed where none may be")
         if self.mode is Mode.TAIL:
+            if self.updates:
+                raise UserError(
+                    "an optimizer communicates in step(): its update cannot be repeated without the others, "
+                    "so have updates mirrored, by zbmd.torch.resilient(…, mirror=True)"
+                )
             require_no_backward()
             return self._tail_alone or self.broken is not None
         return self.mode is Mode.ALONE or self._answering is not None

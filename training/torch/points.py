@@ -13,6 +13,9 @@ DELIVERED: Final = faults.declare(
 )
 VOTED: Final = faults.declare("loop.voted", "when all votes have been seen, before the update")
 LOGGED: Final = faults.declare("loop.logged", "when the writer has logged the step, before the update")
+UPDATING: Final = faults.declare(
+    "loop.updating", "when an optimizer whose updates are mirrored begins to update, before the vote"
+)
 UPDATED: Final = faults.declare(
     "loop.updated", "when the optimizer has updated, and the copy of the ward's shard"
 )

@@ -31,6 +31,7 @@ def resilient(
     resume: bool = False,
     exact: bool | int = False,
     on_straggler: str = OnStraggler.WARN.value,
+    mirror: bool = False,
 ) -> Run:
     """Return a run whose steps survive the loss of ranks; see docs/GUIDE_TORCH.md.
 
@@ -54,6 +55,8 @@ def resilient(
     exact: the bits do not depend on the number of ranks: a batch has so many logical shares (True: as many as
     ranks), each with the loader's batch size, which the ranks divide among them.
     on_straggler: what is done about a slow rank: warn, or replace; see docs/GUIDE_STRAGGLERS.md.
+    mirror: vote once all optimizers have updated, and send each rank's part of the state to its buddy before:
+    for optimizers that communicate in `step()`. Over FSDP2 it is chosen where it is needed.
     """
     models = [*model] if isinstance(model, list | tuple) else [model]
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
@@ -82,6 +85,7 @@ def resilient(
         saves=saves,
         resume=resume,
         exact=exact,
+        mirror=mirror,
         on_straggler=require_choice(on_straggler),
     )
     try:

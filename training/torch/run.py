@@ -7,7 +7,6 @@ is given again, unless the step was committed. See `transaction` for the protoco
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,7 +14,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from zbmd.actors.rank.member import Worker
-from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode, Standing
+from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, Mode
 from zbmd.training.autograd import spans
 from zbmd.training.checkpoint.sharded import Piece
 from zbmd.training.redundancy.interface import Wish
@@ -26,13 +25,13 @@ from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.durable.checkpoints import LoopCheckpoints, Options
 from zbmd.training.torch.durable.memory import LoopMemory
 from zbmd.training.torch.durable.recorder import Recorder, claiming, plan_of
-from zbmd.training.torch.durable.saved import agreed_name, pieces_of, resume
+from zbmd.training.torch.durable.saved import pieces_of, resumed
 from zbmd.training.torch.durable.slow_ranks import SlowLoopRanks
 from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.meetings import Meetings, supervised
 from zbmd.training.torch.rollback import seed_all
 from zbmd.training.torch.state import LoopState, shares_of
-from zbmd.training.torch.step import Step, StepAborted
+from zbmd.training.torch.step import Step, StepAborted, judge_outside, warn_of_missing_votes
 from zbmd.training.torch.transfer import Position
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
@@ -68,18 +67,21 @@ class Run:
             rank=int(dist.get_rank()),
             ranks=ranks,
             seed=torch.initial_seed() if seed is None else seed,
+            mirror=options.mirror,
         )
         self._then: Position | None = None
         """The position once the transaction under way is committed; None between two."""
         self._claimed, self._committed, self._is_step = 0, False, False
+        self._updated: set[int] = set()
+        """The optimizers that have updated in the step under way, if updates are voted on once made."""
         self._means: list[dict[str, float]] = []
         """Of each share of the batch of the step under way."""
         self._every: list[tuple[int, Callable[[], object]]] = []
         self._drawn: list[Drawn] = []
         """Of the batch of the step under way: of each share that this rank has."""
         most = launched.world_size if self._shrinks else ranks
-        shares = most if options.exact is True else int(options.exact) or most
-        self._shares = shares_of(self._state, shares, exact=options.exact, shrinks=self._shrinks)
+        of_batch = most if options.exact is True else int(options.exact) or most
+        self._shares = shares_of(self._state, of_batch, exact=options.exact, shrinks=self._shrinks)
         self._deals = False
         """Whether a batch of `batches` is out."""
         self._may_grow = False
@@ -137,19 +139,8 @@ class Run:
         return self._shares.own(self._state.rank)
 
     def _resumed(self, seed: int | None, refused: str) -> tuple[int, str]:
-        """Go on from a checkpoint, if that is asked for; return its version, and why that cannot be.
-
-        refused: why rank 0 must not write here.
-        """
-        options, rank = self._options, self._state.rank
-        if not options.resume:
-            return 0, refused
-        exchange = Exchange(timedelta(seconds=CONTINUITY.groups[0].limit_s))
-        try:
-            name = agreed_name(exchange, options.saves.where, rank, refused)
-            return resume(options.saves.index(name), self._state, self._plan, seed), ""
-        except UserError as error:
-            return 0, str(error)
+        """Go on from a checkpoint, if that is asked for; see `saved.resumed`."""
+        return resumed(self._options, self._state, self._plan, seed, refused)
 
     def _open_recorder(self, *, fresh: bool) -> None:
         """Be the writer of the records, on rank 0. fresh: another one was."""
@@ -355,6 +346,7 @@ class Run:
         self._is_step = then is None
         self._then = Position(old.step + 1, old.passes, old.at + 1) if then is None else then
         self._committed = False
+        self._updated.clear()
         if not self._shares.at:
             self._means.clear()
             self._state.keep()
@@ -378,7 +370,7 @@ class Run:
                     return
             # A body that has the batch of another share by then must not go on: its operations fail.
             if CONTINUITY.broken is not None and not self._shrinks and not self._shares.at:
-                self._recover()
+                self._meet(self._meetings.recover)
         except BaseException:
             self._then = None
             raise
@@ -407,11 +399,11 @@ class Run:
                 ended = self._meetings.machine.phase is tx.Phase.FAILED  # and its error comes with a loss
                 if ended or self._committed or not CONTINUITY.is_of_a_loss(error):
                     return False
-                self._recover()
+                self._meet(self._meetings.recover)
                 return True
             if not self._committed:
                 try:
-                    self._commit()
+                    self._commit(updates=len(self._updated) > 0)
                 except StepAborted:
                     return True
             self._reached()
@@ -436,50 +428,65 @@ class Run:
     def _before_update(self, *_: Any) -> None:
         """Vote before the first optimizer of a step updates."""
         if self._then is None:
-            if self._state.shards is not None:
-                raise UserError(
-                    "optimizer.step() outside of run.step(): its update would miss the copy of the shard"
-                )
-            if CONTINUITY.standing is Standing.IN_LOOP:
-                warnings.warn(
-                    "optimizer.step() outside of run.step(): its update is lost on a rank that is replaced",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-        elif not self._committed:
+            judge_outside(is_sharded=self._state.shards is not None)
+            return
+        mirror = None if self._state.shards is None else self._state.shards.mirror
+        if not self._committed and mirror is None:
             self._commit(updates=True)
+        elif not self._committed and mirror is not None:
+            self._repeat_if_alone()
+            self._staged()
+            mirror.begin(compares=self._compares)
+            faults.hit(points.UPDATING)
+        elif mirror is not None:
+            raise UserError("optimizer.step() after each optimizer has updated: make it a step of its own")
+        CONTINUITY.updates = mirror is None
         self._slow.phase(spans.OPTIMIZER)
 
-    def _after_update(self, *_: Any) -> None:
-        """Make the update of the ward as well."""
-        if self._state.shards is not None and self._then is not None and self._committed:
-            self._state.shards.replay()
+    def _after_update(self, optimizer: Any, *_: Any) -> None:
+        """Make the update of the ward as well; or vote, if updates are voted on once they are made."""
+        CONTINUITY.updates, shards = False, self._state.shards
+        if shards is not None and self._then is not None:
+            if shards.mirror is None and self._committed:
+                shards.replay()
+            elif shards.mirror is not None:
+                self._updated.add(id(optimizer))
+                if len(self._updated) == len(self._state.optimizers):
+                    self._commit(updates=True)
         self._slow.phase(None)
         faults.hit(points.UPDATED)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether votes compare the copies of the state that the transaction under way begins with."""
+        return self.version % tx.DIGEST_EVERY == 0
+
+    def _repeat_if_alone(self) -> None:
+        """End a pass that others do not make: raises `StepAborted`."""
+        if CONTINUITY.mode is Mode.ALONE or (self._is_step and not self._shares.is_last):
+            self._end_rehearsal()
+            raise StepAborted
+
+    def _staged(self) -> None:
+        """Wait until what an update writes is copied."""
+        self._memory.staged()
+        if self._checkpoints is not None:
+            self._checkpoints.staged()
 
     def _commit(self, *, updates: bool = False) -> None:
         """Commit the transaction under way. Raises `StepAborted` if it is to be repeated.
 
         updates: whether an optimizer updates after it.
         """
-        if CONTINUITY.mode is Mode.ALONE or (self._is_step and not self._shares.is_last):
-            self._end_rehearsal()
-            raise StepAborted
+        self._repeat_if_alone()
         faults.hit(points.PREPARED)
         state = self._state
-        state.boundary.find_changed()
-        if self._options.exact and state.boundary.changing:
-            raise UserError(
-                f"exact={self._options.exact}, and a step changes the buffer {state.boundary.changing[0]}: "
-                "which share does so last depends on the number of ranks; use a norm without statistics"
-            )
+        state.find_changed(self._options.exact)
         try:
             if CONTINUITY.broken is not None:
                 raise CONTINUITY.broken
             self._slow.phase(spans.CHECKPOINT)
-            self._memory.staged()  # the update writes what is copied
-            if self._checkpoints is not None:
-                self._checkpoints.staged()
+            self._staged()
             rows = self._vote(updates=updates)
             self._grows_after = self._meetings.epoch if votes.asked_in(rows) & votes.MEET else 0
             self._meetings.do(tx.AllVoted(ballots=tuple(votes.ballot_of(row) for row in rows)))
@@ -487,7 +494,7 @@ class Run:
             faults.hit(points.VOTED)
         except LOSSES as error:
             CONTINUITY.note(error)
-            promoted = self._recover()
+            promoted = self._meet(self._meetings.recover)
             if not promoted:
                 raise StepAborted from None
         assert self._then is not None
@@ -515,16 +522,7 @@ class Run:
 
     def _miss_votes(self) -> None:
         if self._is_step and (self._means[0] or self._recorder is not None):
-            warnings.warn(
-                f"step {self.steps} is the last one, and the ranks that have all votes for it have finished: "
-                "run.metrics has the means of the step before, and the ledger ends with that",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
-    def _recover(self) -> bool:
-        """Meet the others; return whether the transaction under way is committed after all."""
-        return self._meet(self._meetings.recover)
+            warn_of_missing_votes(self.steps)
 
     def _take_others_in(self) -> None:
         """Before the next batch: have ranks that wait take part, if the last vote says so."""
@@ -533,6 +531,7 @@ class Run:
             self._meet(self._meetings.grow)
 
     def _meet(self, meeting: Callable[[], bool]) -> bool:
+        """Meet the others; return whether the transaction under way is committed after all."""
         self._memory.staged()
         if self._checkpoints is not None:
             self._checkpoints.abandon()
@@ -573,8 +572,7 @@ class Run:
     def _vote(self, *, updates: bool) -> tuple[bytes, ...]:
         state, shards, checkpoints = self._state, self._state.shards, self._checkpoints
         self._slow.phase(spans.DIGEST)
-        compares = updates and self.version % tx.DIGEST_EVERY == 0
-        digests, copy = state.digests() if compares else ((), ())
+        digests, copy = state.digests() if updates and self._compares else ((), ())
         self._slow.phase(spans.COMM)
         (action,) = self._meetings.do(tx.Prepared(updates=updates, digests=digests, copy=copy))
         if isinstance(action, tx.Deliver):
@@ -586,9 +584,8 @@ class Run:
         noted: votes.Noted | None = None
         if self._then is not None:
             step = self._then.step if self._then.step > self.steps else 0
-            names = tuple(sorted(self._means[0])) if self._means else ()
-            drawn = tuple(self._drawn) if step and self._drawn and self._options.out else (Drawn(),)
-            noted = votes.Noted(step, names, drawn, self._slow.sample if step else ())
+            drawn = self._drawn if step and self._options.out else ()
+            noted = votes.note_for(step, self._means, drawn, self._slow.sample)
         asks = 0 if checkpoints is None else int(checkpoints.wishes)
         if self._deals and self._may_grow and self._meetings.is_offered_more:
             asks |= votes.MEET

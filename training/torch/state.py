@@ -26,29 +26,11 @@ from zbmd.transport.errors import UserError
 torch: Any = importlib.import_module("torch")
 
 
-def shares_of(state: LoopState, shares: int, *, exact: bool | int, shrinks: bool) -> Shares:
-    """Return the shares of a batch of a loop. Raises `UserError` for models whose batches are not divided."""
-    why = f"exact={exact}" if exact else "--on-loss shrink"
-    found: Shares
-    if state.shards is None:
-        found = ReplicatedShares(state.models, state.optimizers, shares, why)
-    else:
-        found = ShardedShares(state.models, state.shards.modules, shares, why)
-    if exact or shrinks:
-        if exact and state.shards is not None:
-            raise UserError(
-                f"{why} is for DistributedDataParallel: over FSDP2 the bits depend on the number of ranks"
-            )
-        if shrinks and len(CONTINUITY.groups) > 1:
-            raise UserError(f"{why} takes the default process group alone: others would miss ranks")
-        found.check()
-    return found
-
-
 class LoopState:
     """The state of a loop over `models`, `optimizers`, and `others` with a `state_dict`, on one of `ranks`.
 
-    seed: of all random numbers in steps. Raises `UserError` for what cannot be continued.
+    seed: of all random numbers in steps. mirror: see `Shards`.
+    Raises `UserError` for what cannot be continued.
     """
 
     def __init__(
@@ -60,6 +42,7 @@ class LoopState:
         rank: int,
         ranks: int,
         seed: int,
+        mirror: bool = False,
     ) -> None:
         for each in optimizers:
             if type(each).__name__ == "ZeroRedundancyOptimizer":
@@ -70,7 +53,9 @@ class LoopState:
         self.models, self.optimizers = models, optimizers
         self.rank, self.ranks, self.seed = rank, ranks, seed
         self.boundary = Boundary(models, optimizers, others)
-        self.shards = Shards(models, optimizers, rank, ranks) if has_shards(models) else None
+        self.shards: Shards | None = None
+        if mirror or has_shards(models):
+            self.shards = Shards(models, optimizers, rank, ranks, mirror=mirror)
         self.buckets = KeptBuckets([*models], optimizers)
         self.position = Position()
         self.rows: tuple[bytes, ...] = ()
@@ -96,9 +81,18 @@ class LoopState:
         self.boundary.go_back()
         self.buckets.reset(flags)
         if self.shards is not None:
-            self.shards.modules.reset()
+            self.shards.go_back()
         # A model that has not made a whole step would make other calls than the others in its first one.
         self.rehearses = self.buckets.learn and not self.has_stepped
+
+    def find_changed(self, exact: bool | int) -> None:
+        """Before a vote: note which buffers the step has changed. Raises `UserError` if none may be."""
+        self.boundary.find_changed()
+        if exact and self.boundary.changing:
+            raise UserError(
+                f"exact={exact}, and a step changes the buffer {self.boundary.changing[0]}: which share does "
+                "so last depends on the number of ranks; use a norm without statistics"
+            )
 
     def own(self) -> dict[str, Any]:
         """Return this rank's own part, for its vote: what no other rank has."""
@@ -119,6 +113,8 @@ class LoopState:
         """Be behind the transaction under way, at `then`."""
         self.has_stepped = self.has_stepped or then.step > self.position.step
         self.position, self.loader_state = then, self._voted_state
+        if self.shards is not None:
+            self.shards.commit()
 
     def end_pass(self) -> None:
         """Forget the loader of a pass that has ended."""
@@ -176,3 +172,29 @@ class LoopState:
         self.keep()
         self.go_back(carried.flags)
         self.keep()
+
+
+def shares_of(state: LoopState, shares: int, *, exact: bool | int, shrinks: bool) -> Shares:
+    """Return the `shares` of a batch of a loop. exact: as of `resilient`.
+
+    shrinks: whether it goes on with fewer ranks. Raises `UserError` for what cannot be divided so.
+    """
+    why = f"exact={exact}" if exact else "--on-loss shrink"
+    if state.shards is None:
+        made: Shares = ReplicatedShares(state.models, state.optimizers, shares, why)
+    else:
+        made = ShardedShares(state.models, state.shards.modules, shares, why)
+    if not exact and not shrinks:
+        return made
+    if exact and state.shards is not None:
+        raise UserError(
+            f"{why} is for DistributedDataParallel: over FSDP2 the bits depend on the number of ranks"
+        )
+    if state.shards is not None and state.shards.mirror is not None:
+        raise UserError(
+            f"{why} takes one optimizer, whose updates a buddy can repeat: what others keep cannot be divided"
+        )
+    if shrinks and len(CONTINUITY.groups) > 1:
+        raise UserError(f"{why} takes the default process group alone: others would miss ranks")
+    made.check()
+    return made

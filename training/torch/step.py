@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from types import TracebackType
 from typing import Protocol
+
+from zbmd.collectives.torch.continuity import CONTINUITY, Standing
+from zbmd.transport.errors import UserError
 
 
 class StepAborted(BaseException):
@@ -35,3 +39,25 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return self._run.end(error)
+
+
+def judge_outside(*, is_sharded: bool) -> None:
+    """Warn of an optimizer that updates outside of steps. Raises `UserError` for a sharded state."""
+    if is_sharded:
+        raise UserError("optimizer.step() outside of run.step(): its update would miss the copy of the shard")
+    if CONTINUITY.standing is Standing.IN_LOOP:
+        warnings.warn(
+            "optimizer.step() outside of run.step(): its update is lost on a rank that is replaced",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def warn_of_missing_votes(step: int) -> None:
+    """Warn that the last step was committed by others, whose votes did not come here."""
+    warnings.warn(
+        f"step {step} is the last one, and the ranks that have all votes for it have finished: "
+        "run.metrics has the means of the step before, and the ledger ends with that",
+        RuntimeWarning,
+        stacklevel=5,
+    )

@@ -1,8 +1,8 @@
 """Sans-I/O: the steps of a resilient loop as transactions, and what is done after a loss.
 
 Version v is the state that v committed transactions have left. A transaction is prepared (its gradients are
-whole, nothing of the state is written), then each rank votes with its version. A rank that sees all votes
-commits.
+whole, nothing of the state is written that cannot be restored), then each rank votes with its version. A rank
+that sees all votes commits.
 
 After a loss all meet, and report version, whether they have voted, and whether they are fresh. The target is
 the highest version that somebody has.
@@ -25,6 +25,10 @@ holds them. Delivery and vote are two operations: a delivery that has ended here
 After a loss, a rank that is behind promotes before any shard moves (the others `Meet` again): then all are
 where transactions begin, and a fresh rank takes the rest of the state from the first, its shard from its
 buddy, and the copy that it is to keep from its ward (`Move`).
+
+If no buddy can make an update, since the optimizer communicates in it, say, the transaction is prepared once
+the update is made: then what a rank delivers is all of its part, and the part before stays beside the new
+one, at the rank and at its buddy, until a commit or a repetition says which of them counts (`fsdp.slots`).
 
 Each rank keeps its last committed steps in memory that outlives it (`durable.memory`), and reports which. If
 no rank has the state, or none a part of it, and what fresh ranks hold makes up for that, they take it from
@@ -164,7 +168,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
-    """Send the gradients for `version` to the buddy, and receive those of the ward."""
+    """Send the gradients for `version`, or the updated part, to the buddy, and receive the ward's."""
 
     version: int
 

@@ -180,6 +180,27 @@ def empty(shape: Shape) -> Any:
         raise RemoteProtocolError(f"the state of a loop is to have a tensor {shape}: {error}") from None
 
 
+ALIGNED: Final = 64
+
+
+def aligned(at: int) -> int:
+    """Return the first place from `at` on at which a tensor may lie in memory that has several."""
+    return -(-at // ALIGNED) * ALIGNED
+
+
+def tensor_at(memory: Any, at: int, like: Any) -> tuple[Any, int]:
+    """Return a tensor of the dtype and shape of `like` that lies in bytes, from `at` on, and its end.
+
+    Raises `RemoteProtocolError` if it lies beyond them.
+    """
+    at, nbytes = aligned(at), like.numel() * like.element_size()
+    if at + nbytes > memory.numel():
+        raise RemoteProtocolError(f"a tensor of a state lies beyond its {memory.numel()} bytes")
+    if not nbytes:
+        return torch.empty_like(like), at
+    return memory[at : at + nbytes].view(like.dtype).view(like.shape), at + nbytes
+
+
 def own_tensors(models: Sequence[Any], *, parameters: bool = True) -> list[tuple[str, Any]]:
     """Return the parameters and buffers of the models, or the buffers alone, by name."""
     return [

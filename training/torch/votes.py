@@ -43,6 +43,14 @@ class Noted(msgspec.Struct, array_like=True, frozen=True):
     sample: tuple[float, ...] = ()
 
 
+def note_for(
+    step: int, means: Sequence[Mapping[str, float]], drawn: Sequence[Drawn], sample: tuple[float, ...]
+) -> Noted:
+    """Return what is noted of a step; 0: of a transaction that is none, which has no sample."""
+    names = tuple(sorted(means[0])) if means else ()
+    return Noted(step, names, tuple(drawn) or (Drawn(),), sample if step else ())
+
+
 class _Sampled(msgspec.Struct, array_like=True, frozen=True):
     """The same bytes, with what this is about alone."""
 

@@ -36,8 +36,8 @@ def test_a_copy_makes_the_same_updates_through_a_letter(number: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(3, 5))
     optimizer = optimizers(list(model.parameters()))[number]
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    replica.require_replayable(optimizer)
-    own = replica.Shard([model], optimizer)
+    assert replica.why_mirrored([optimizer]) == ""
+    own = replica.Shard([model], [optimizer])
     copy = replica.Replica(own, copying.deepcopy(own.state()))
     letter = shards.Letter([each.detach() for each in own.updated])
     optimizer.register_step_post_hook(lambda *_: copy.replay(letter.read()))

@@ -99,7 +99,7 @@ async def test_parameters_and_moments_that_differ_between_ranks_are_found(
     """A bit is enough, and all ranks end with the same words."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     output = Lines()
-    program = str(PROGRAMS / "torch/differing_ddp.py")
+    program = str(PROGRAMS / "torch/differing/ddp.py")
     config = HostConfig(target=program, arguments=(what, str(after)), world_size=3, arena_bytes=32 << 20)
     result = await Host(config, output=output).run()
     version = 0 if after == 0 else DIGEST_EVERY

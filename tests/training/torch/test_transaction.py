@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.ballots import Ballot
 from zbmd.training.torch.fsdp.division import Division, Move, Report, What, buddy_of, ward_of
+from zbmd.training.torch.fsdp.slots import Slots
 from zbmd.training.torch.transaction import Phase, Transactions
 from zbmd.transport.errors import LocalProtocolError
 
@@ -329,3 +330,131 @@ def test_a_copy_that_is_not_its_wards_shard_ends_the_loop(
         assert isinstance(action, tx.Fail) and not action.lost
         assert told[0] in action.reason and action.parameter == told[1]
         assert one.phase is Phase.FAILED
+
+
+# States that are updated before the vote: `Slots`.
+
+
+class Mirrored:
+    """One rank of a loop whose update needs all ranks: its machine, its slots, and its part, a number."""
+
+    def __init__(self, place: int, size: int, *, fresh: bool) -> None:
+        self.machine = Transactions(sharded=True, fresh=fresh, place=place, size=size)
+        self.slots, self.part = Slots[int](), place
+        if fresh:
+            self.part = -1
+        self.todo: list[tx.Action] = []
+
+    def handle(self, event: tx.Event) -> list[tx.Action]:
+        """Give the machine an event, and do to slots what a rank does."""
+        actions = self.machine.handle(event, now_ns=0)
+        self.machine.check_invariants()
+        for action in actions:
+            match action:
+                case tx.Commit() | tx.Promote():
+                    self.slots.commit()
+                case tx.Repeat():
+                    kept = self.slots.go_back()
+                    self.part = self.part if kept is None else kept
+                case _:
+                    pass
+        self.slots.check_invariants()
+        return actions
+
+
+def updated(parts: list[int]) -> list[int]:
+    """The state after a step: each part depends on all."""
+    return [hash((place, *parts)) for place in range(len(parts))]
+
+
+def moved(ranks: list[Mirrored]) -> None:
+    """Make the moves of a meeting, which ranks have in their `todo`."""
+    version = next(one.machine.version for one in ranks if not one.machine.fresh)
+    for one in ranks:
+        for move in one.todo:
+            if not isinstance(move, Move) or ranks[move.target] is not one:
+                continue
+            source = ranks[move.source]
+            if move.what is What.SHARD:
+                assert source.slots.ward is not None
+                one.part = source.slots.ward
+                one.slots.replace()
+    for one in ranks:
+        for move in one.todo:
+            if isinstance(move, Move) and move.what is What.COPY and ranks[move.target] is one:
+                one.slots.keep(ranks[move.source].part)
+                if not one.machine.fresh:
+                    one.handle(tx.Kept())
+        if one.machine.phase is Phase.TAKING:
+            one.handle(tx.Taken(version=version))
+
+
+def unite(ranks: list[Mirrored]) -> None:
+    """Have all meet, until they go on."""
+    for _ in range(3):
+        reports = tuple(one.machine.report for one in ranks)
+        for place, one in enumerate(ranks):
+            one.todo = one.handle(tx.Met(place=place, reports=reports))
+        for one in ranks:
+            if one.machine.phase is Phase.SHARING:
+                one.todo = one.handle(tx.Shared())
+        moved(ranks)
+        if all(one.machine.phase is Phase.OPEN for one in ranks):
+            return
+        for one in ranks:
+            one.handle(tx.Cut())
+    raise AssertionError([one.machine.phase for one in ranks])
+
+
+def step_until(ranks: list[Mirrored], rng: random.Random, *, whole: bool) -> None:
+    """Make a step, which ends at any place unless it is whole: whoever is left has heard that much of it."""
+    stops = rng.choice(["updating", "delivering", "voting"])
+    parts = updated([one.part for one in ranks])
+    for one in ranks:
+        if whole or stops != "updating" or rng.random() < 0.5:
+            one.slots.begin(one.part)
+            one.part = -2  # half an update
+    if not whole and stops == "updating":
+        return
+    for one, part in zip(ranks, parts, strict=True):
+        one.part = part
+        assert one.handle(tx.Prepared()) == [tx.Deliver(version=one.machine.version + 1)]
+    ballots = list[Ballot]()
+    for place, one in enumerate(ranks):
+        if whole or stops != "delivering" or rng.random() < 0.5:
+            one.slots.hold(one.part, parts[ward_of(place, len(ranks))])
+            (vote,) = one.handle(tx.Delivered())
+            assert isinstance(vote, tx.Vote)
+            ballots.append(vote.ballot)
+    if whole or (stops == "voting" and len(ballots) == len(ranks)):
+        for one in ranks:
+            if whole or rng.random() < 0.5:
+                one.handle(tx.AllVoted(ballots=tuple(ballots)))
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(2, 6))
+@settings(max_examples=200, deadline=None)
+def test_an_update_before_the_vote_counts_on_all_or_on_none(seed: int, size: int) -> None:
+    """Steps that end anywhere for any loss: all parts are those of one version, and so are all copies."""
+    rng = random.Random(seed)
+    ranks = [Mirrored(place, size, fresh=False) for place in range(size)]
+    unite(ranks)
+    states = [[one.part for one in ranks]]
+    for _ in range(4):
+        whole = rng.random() < 0.5
+        step_until(ranks, rng, whole=whole)
+        states.append(updated(states[-1]))
+        if not whole:
+            killed = rng.randrange(size)
+            also = (killed + 2) % size if size > 3 and rng.random() < 0.3 else killed
+            for place in {killed, also}:
+                ranks[place] = Mirrored(place, size, fresh=True)
+            for one in ranks:
+                one.handle(tx.Cut())
+            unite(ranks)
+        (version,) = {one.machine.version for one in ranks}
+        assert version in (len(states) - 1, len(states) - 2) and (not whole or version == len(states) - 1)
+        del states[version + 1 :]
+        assert [one.part for one in ranks] == states[version]
+        for place, one in enumerate(ranks):
+            assert one.slots.ward == states[version][ward_of(place, size)]

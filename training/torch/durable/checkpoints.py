@@ -80,12 +80,14 @@ class Options:
     saves: Saves
     resume: bool
     exact: bool | int
+    mirror: bool = False
     on_straggler: OnStraggler = OnStraggler.WARN
 
     def text(self) -> str:
         """Return the options as a script spells them; the directory may have another name on each host."""
-        loop = f"resume={self.resume}, exact={self.exact}, on_straggler={self.on_straggler.value}"
-        return f"out={self.out is not None}, {self.saves.text()}, {loop}"
+        loop = f"resume={self.resume}, exact={self.exact}, mirror={self.mirror}"
+        saves = f"out={self.out is not None}, {self.saves.text()}"
+        return f"{saves}, {loop}, on_straggler={self.on_straggler.value}"
 
 
 class LoopCheckpoints:

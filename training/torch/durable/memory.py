@@ -53,16 +53,18 @@ from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import (
     Header,
     Shape,
+    aligned,
     decode_header,
     described,
     empty,
     loaded,
     require_same,
     rest_of,
+    tensor_at,
 )
 from zbmd.training.torch.votes import without_wishes
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import OutOfMemory, RemoteProtocolError
+from zbmd.transport.errors import OutOfMemory
 from zbmd.transport.memory.kept import KeptFile, take_kept_file
 from zbmd.transport.memory.memfd import in_words
 
@@ -74,7 +76,6 @@ ENDING_MS_MAX: Final = 30_000
 """Within that the kernel ends the processes of a run that was killed, and workers of loaders notice."""
 PIECE_BYTES: Final = 1 << 20
 """Copied at once, and read again for the digest while the processor's cache has it."""
-_ALIGNED: Final = 64
 _LENGTH: Final = struct.Struct("<Q")
 _IDENTITY_BITS: Final = 48
 """Of the digest of a loop's identity: a note has float64 numbers."""
@@ -212,12 +213,8 @@ class LoopMemory:
         at, inner = begin + length, list[Any]()
         with torch.no_grad():
             for into in [*(tensor for _, tensor in state.tensors), *map(empty, header.tensors)]:
-                at, nbytes = _aligned(at), into.numel() * into.element_size()
-                if at + nbytes > memory.numel():
-                    raise RemoteProtocolError(f"a tensor of a state lies beyond its {memory.numel()} bytes")
-                flat = memory[at : at + nbytes].view(into.dtype) if nbytes else into.detach().reshape(-1)
-                into.detach().copy_(flat.view(into.shape))
-                at += nbytes
+                came, at = tensor_at(memory, at, into)
+                into.detach().copy_(came)
                 inner.append(into)
         kept = decode(header.tree, inner[len(header.own) :])
         carried = loaded(kept["rest"], state.optimizers, state.boundary)
@@ -328,7 +325,7 @@ def _prepared(state: LoopState, version: int, ward: Any) -> _Prepared:
         whole = tensor.detach().cpu().contiguous()
         if whole.data_ptr() == tensor.data_ptr() and whole.data_ptr() not in settled:
             whole = whole.clone()
-        at = _aligned(at)
+        at = aligned(at)
         pieces.append((at, bytes_over(whole)))
         at += pieces[-1][1].size
     return _Prepared(pieces, at)
@@ -359,10 +356,6 @@ def _copied(prepared: _Prepared, slot: Array) -> int:
         at = begin + source.size
     digest.update(flat[at:].data)
     return digest.intdigest()
-
-
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGNED) * _ALIGNED
 
 
 _stores: Final = list[_Store]()

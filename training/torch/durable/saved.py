@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +26,7 @@ from zbmd.training.checkpoint.formats.tensors import STATE, WEIGHTS, Tensor, des
 from zbmd.training.checkpoint.sharded import Piece, SavedState, open_state, read_names
 from zbmd.training.checkpoint.verified import newest_whole
 from zbmd.training.run.loop_steps import LoopPlan
+from zbmd.training.torch.durable.checkpoints import Options
 from zbmd.training.torch.encoding import dtype_named, from_blob, name_of, to_blob
 from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp.modules import is_sharded, local_of
@@ -118,6 +120,8 @@ def pieces_of(state: LoopState, version: int) -> list[Piece]:
     What no transaction writes before its vote is not copied. Raises `UserError` for a state that cannot be
     saved.
     """
+    if state.shards is not None:
+        state.shards.require_savable()
     named, updated = _parts(state)
     buffers = {id(buffer) for _, buffer in state.boundary.buffers()}
     arrays = {part.name: [(WEIGHTS, local_of(part.tensor))] for part in named}
@@ -212,6 +216,23 @@ def agreed_name(exchange: Exchange, where: str, rank: int, refused: str) -> str:
             raise UserError(refused) from None
         found = newest_whole(Path(where))
     return str(found).rpartition("/")[2]
+
+
+def resumed(
+    options: Options, state: LoopState, plan: LoopPlan, seed: int | None, refused: str
+) -> tuple[int, str]:
+    """Go on from a checkpoint, if that is asked for; return its version, and why that cannot be.
+
+    seed: see `resume`. refused: why rank 0 must not write here.
+    """
+    if not options.resume:
+        return 0, refused
+    exchange = Exchange(timedelta(seconds=CONTINUITY.groups[0].limit_s))
+    try:
+        name = agreed_name(exchange, options.saves.where, state.rank, refused)
+        return resume(options.saves.index(name), state, plan, seed), ""
+    except UserError as error:
+        return 0, str(error)
 
 
 def resume(where: Path | str, state: LoopState, plan: LoopPlan, seed: int | None) -> int:

@@ -1,8 +1,8 @@
 """A copy of the shard of another rank, which makes the updates of its optimizer as well.
 
 The optimizer's copy runs on plain tensors: the shard's local ones. That ends with the same bits, for an
-optimizer whose `step()` computes each element from its own gradient and state; others are refused, after two
-steps of both kinds on small tensors.
+optimizer whose `step()` computes each element from its own gradient and state, which two steps of both kinds
+on small tensors show; updates of others are mirrored (`mirror`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ torch: Any = importlib.import_module("torch")
 nn: Any = importlib.import_module("torch.nn")
 
 _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_SCALED: Final = ("grad_scale", "found_inf")
+SCALED: Final = ("grad_scale", "found_inf")
 """Set by a `GradScaler` while a fused optimizer steps."""
 _PROBES: Final = 2
 
@@ -63,11 +63,12 @@ def belongs_to_shard(value: Any, parameter: Any) -> bool:
 
 
 class Shard:
-    """This rank's parameters: of the models, and what else `optimizer` has."""
+    """This rank's parameters: of the models, and what else `optimizers` have."""
 
-    def __init__(self, models: Sequence[Any], optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.updated = [each for group in optimizer.param_groups for each in group["params"]]
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        self.optimizers = optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.updated = [each for group in groups for each in group["params"]]
         named = [
             (f"{number}.{name}", each)
             for number, model in enumerate(models)
@@ -80,14 +81,24 @@ class Shard:
         self.names = [name for name, _ in named]
         self.parameters = [each for _, each in named]
         places = {id(each): at for at, each in enumerate(self.parameters)}
-        self.places = [[places[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        self.places = [[places[id(each)] for each in group["params"]] for group in groups]
+        self._optimizers_of = {
+            id(each): optimizer
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+
+    def optimizer_of(self, parameter: Any) -> Any:
+        """Return the optimizer that updates a parameter."""
+        return self._optimizers_of[id(parameter)]
 
     def state(self) -> Any:
         """Return the shard as `encoding.encode` takes it."""
         return {
             "names": self.names,
             "parameters": [local_of(each).detach() for each in self.parameters],
-            "moments": moments_of(self.optimizer),
+            "moments": [each for optimizer in self.optimizers for each in moments_of(optimizer)],
         }
 
     def load(self, state: Any) -> None:
@@ -102,10 +113,13 @@ class Shard:
                         f"replacement, {given.dtype}{[*given.shape]} was kept"
                     )
                 mine.detach().copy_(given)
-        self.optimizer.state.clear()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
         for own, values in zip(self.updated, moments, strict=True):
             if values:
-                self.optimizer.state[own] = {name: placed(value, own) for name, value in values.items()}
+                self.optimizer_of(own).state[own] = {
+                    name: placed(value, own) for name, value in values.items()
+                }
 
 
 def placed(value: Any, parameter: Any) -> Any:
@@ -162,17 +176,18 @@ class Replica:
             nn.Parameter(each.detach(), requires_grad=each.is_floating_point()) for each in tensors
         ]
         self.updated = [self.tensors[at] for group in shard.places for at in group]
-        self._twin = twin_of(shard.optimizer, [[self.tensors[at] for at in group] for group in shard.places])
+        (self._optimizer,) = shard.optimizers
+        self._twin = twin_of(self._optimizer, [[self.tensors[at] for at in group] for group in shard.places])
         for parameter, values in zip(self.updated, moments, strict=True):
             if values:
                 self._twin.state[parameter] = values
 
     def replay(self, gradients: Sequence[Any]) -> None:
         """Make the update of the ward. gradients: of `updated`; None: that parameter has none."""
-        own = self._shard.optimizer
+        own = self._optimizer
         for group, mine in zip(own.param_groups, self._twin.param_groups, strict=True):
             mine.update((name, value) for name, value in group.items() if name != "params")
-        for name in _SCALED:
+        for name in SCALED:
             self._twin.__dict__.pop(name, None)
             if name in own.__dict__:
                 setattr(self._twin, name, local_of(getattr(own, name)))
@@ -194,9 +209,15 @@ class Replica:
 # ---- optimizers that cannot be copied
 
 
-def require_replayable(optimizer: Any) -> None:
-    """Raise `UserError` for an optimizer whose updates cannot be made on plain tensors with the same bits."""
-    what = f"{type(optimizer).__name__}, whose updates a buddy has to repeat on its copy of the shard,"
+def why_mirrored(optimizers: Sequence[Any]) -> str:
+    """Return why no other rank can repeat the updates of these optimizers on plain tensors; "": it can.
+
+    Raises `UserError` for one of which nothing can be kept.
+    """
+    if len(optimizers) != 1:
+        return f"there are {len(optimizers)} optimizers"
+    (optimizer,) = optimizers
+    what = type(optimizer).__name__
     versions = [each._version for group in optimizer.param_groups for each in group["params"]]
     chosen = [_representatives(group["params"]) for group in optimizer.param_groups]
     sharded = twin_of(optimizer, [[_clone(each) for each in group] for group in chosen])
@@ -204,28 +225,26 @@ def require_replayable(optimizer: Any) -> None:
         optimizer, [[nn.Parameter(local_of(each).detach().clone()) for each in group] for group in chosen]
     )
     before = _numbers_of(plain)
+    failed = ""
     with torch.random.fork_rng(devices=[]), CONTINUITY.forbidding() as met:
         try:
             for number in range(_PROBES):
                 _probe(sharded, number)
                 _probe(plain, number)
-        except Exception as error:
-            if not met:
-                raise UserError(f"{what} cannot be run on a copy: {type(error).__name__}: {error}") from error
-    if met:
-        raise UserError(
-            f"{what} communicates in step() ({met[0]}): resilient loops over FSDP2 take optimizers that "
-            "update each element by itself, such as AdamW and SGD"
-        )
+        except Exception as error:  # noqa: BLE001
+            failed = f"{what} cannot be run on a copy: {type(error).__name__}: {error}"
     if versions != [each._version for group in optimizer.param_groups for each in group["params"]]:
         raise UserError(
-            f"{what} keeps its parameters outside of param_groups: a copy of it wrote the model's"
+            f"{what} keeps its parameters outside of param_groups: a copy of it wrote the model's, and no "
+            "other rank can have them"
         )
+    if met:
+        return f"{what} communicates in step() ({met[0]})"
+    if failed:
+        return failed
     if before != _numbers_of(plain):
-        raise UserError(
-            f"{what} counts in attributes of its own, not in its state: a replacement has not those"
-        )
-    _require_same_bits(what, sharded, plain)
+        return f"{what} counts in attributes of its own"
+    return _other_bits(what, sharded, plain)
 
 
 def _representatives(parameters: Sequence[Any]) -> list[Any]:
@@ -270,18 +289,19 @@ def _numbers_of(optimizer: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not isinstance(value, bool)}  # SGD keeps a flag
 
 
-def _require_same_bits(what: str, sharded: Any, plain: Any) -> None:
+def _other_bits(what: str, sharded: Any, plain: Any) -> str:
     of = [each for group in sharded.param_groups for each in group["params"]]
     copies = [each for group in plain.param_groups for each in group["params"]]
     rows = zip(of, copies, moments_of(sharded), moments_of(plain), strict=True)
     for mine, copy, moments, others in rows:
         for name, value in sharded.state.get(mine, {}).items():
             if is_sharded(value) != belongs_to_shard(local_of(value), mine):
-                raise UserError(f"{what} has a state {name!r} that is placed as nothing known")
+                return f"{what} has a state {name!r} that is placed otherwise than its parameter"
         encode(moments, f"the state of {type(sharded).__name__}")
         pairs = [(local_of(mine), copy), *((moments[name], others.get(name)) for name in moments)]
         if moments.keys() != others.keys() or not all(_same_bits(*pair) for pair in pairs):
-            raise UserError(f"{what} ends with other bits on plain tensors than on DTensors")
+            return f"{what} ends with other bits on plain tensors than on DTensors"
+    return ""
 
 
 def _same_bits(one: Any, other: Any) -> bool:

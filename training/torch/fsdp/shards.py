@@ -1,7 +1,8 @@
 """The shards of a resilient loop over FSDP2: this rank's own, and the copy that it keeps of its ward's.
 
 See `transaction` for the protocol. Before a vote each rank sends its gradients to its buddy, the next rank,
-which holds them until it has made the ward's update on its copy.
+which holds them until it has made the ward's update on its copy; or, if no other rank can make that update,
+what it has become by it (`mirror`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import structlog
 
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.tensors import bytes_over
@@ -22,20 +25,21 @@ from zbmd.training.torch.fsdp.division import (
     buddy_of,
     ward_of,
 )
+from zbmd.training.torch.fsdp.mirror import Mirror, MirroredShard
 from zbmd.training.torch.fsdp.modules import ShardedModules, local_of
 from zbmd.training.torch.fsdp.redivision import Redivision
 from zbmd.training.torch.fsdp.replica import (
     Replica,
     Shard,
     digests_of,
-    require_replayable,
+    why_mirrored,
 )
-from zbmd.training.torch.transfer import receive_tree, send_tree
+from zbmd.training.torch.transfer import aligned, receive_tree, send_tree
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 torch: Any = importlib.import_module("torch")
 
-_ALIGNED: Final = 64
+log: Final = structlog.stdlib.get_logger("zbmd.torch")
 
 
 class Letter:
@@ -45,10 +49,10 @@ class Letter:
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
-        begins, at = [], _aligned(len(parameters))
+        begins, at = [], aligned(len(parameters))
         for each in parameters:
             begins.append(at)
-            at += _aligned(each.numel() * each.element_size())
+            at += aligned(each.numel() * each.element_size())
         memory = torch.zeros(at, dtype=torch.uint8)
         self.data = bytes_over(memory)
         self.has = memory[: len(parameters)]
@@ -71,10 +75,6 @@ class Letter:
         return [each if has else None for each, has in zip(self.gradients, self.has.tolist(), strict=True)]
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
 @dataclass(frozen=True, slots=True)
 class _Received:
     """This rank's part of the next division, and its ward's: as `Shard.state` returns them."""
@@ -85,19 +85,29 @@ class _Received:
 
 
 class Shards:
-    """The part of one rank of `size`. Raises `UserError` for what cannot be kept."""
+    """The part of one rank of `size`. Raises `UserError` for what cannot be kept.
 
-    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], rank: int, size: int) -> None:
-        if len(optimizers) != 1:
-            raise UserError(
-                f"{len(optimizers)} optimizers over FSDP2: a resilient loop takes one, which may have "
-                "several groups of parameters"
-            )
+    mirror: whether updates are mirrored, even if a buddy could repeat them.
+    """
+
+    def __init__(
+        self, models: Sequence[Any], optimizers: Sequence[Any], rank: int, size: int, *, mirror: bool
+    ) -> None:
         self.modules = ShardedModules(models)
         self._rank, self._size = rank, size
-        self._own = Shard(models, optimizers[0])
-        require_replayable(optimizers[0])
-        self._out = Letter([local_of(each) for each in self._own.updated])
+        why = "mirror=True" if mirror else why_mirrored(optimizers)
+        self._own: Shard
+        self.mirror: Mirror | None = None
+        """Of a state that is updated before the vote; None: a buddy repeats updates."""
+        if why:
+            self._own = mirrored = MirroredShard(models, optimizers)
+            self.mirror = Mirror(mirrored)
+            mirrored.state()  # raises for what cannot be kept
+            log.info("updates are sent to a buddy, and voted on once they are made", why=why)
+        else:
+            self._own = Shard(models, optimizers)
+        updated = [] if self.mirror is not None else self._own.updated
+        self._out = Letter([local_of(each) for each in updated])
         self._in: Letter | None = None
         self._replica: Replica | None = None
         self._holds = False
@@ -106,9 +116,15 @@ class Shards:
         """A division that counts, and that is not one of the ranks that there are now."""
 
     def deliver(self, group: Group, end_ns: int) -> None:
-        """Send the gradients to the buddy, and receive the ward's. Raises as operations of `group` do."""
+        """Send gradients, or what was updated, to the buddy, and receive the ward's.
+
+        Raises as operations of `group` do.
+        """
         self._holds, self._received = False, None
         if self._size == 1:
+            return
+        if self.mirror is not None:
+            self.mirror.deliver(group, end_ns, self._rank, self._size)
             return
         if self._in is None:
             raise LocalProtocolError("gradients are delivered before there is a copy of the ward's shard")
@@ -143,6 +159,25 @@ class Shards:
         self._holds = False
         self._replica.replay(self._in.read())
 
+    def commit(self) -> None:
+        """The transaction under way is committed."""
+        if self.mirror is not None:
+            self.mirror.commit()
+
+    def go_back(self) -> None:
+        """Be where the transaction under way began."""
+        self.modules.reset()
+        if self.mirror is not None:
+            self.mirror.go_back()
+
+    def require_savable(self) -> None:
+        """Raise `UserError` for what checkpoints have no place for."""
+        if isinstance(self._own, MirroredShard) and (more := self._own.has_more):
+            raise UserError(
+                f"an optimizer's {more} is each rank's own, and not a moment that is sharded as its "
+                "parameter: checkpoints of resilient loops do not have that; save it by run.every()"
+            )
+
     def state(self) -> Any:
         """Return this rank's shard, as `recall` takes it."""
         return self._own.state()
@@ -165,6 +200,8 @@ class Shards:
 
     def digests(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the digests of this rank's shard, and of the copy that it keeps, by parameter."""
+        if self.mirror is not None:
+            return self.mirror.digests()
         kept = () if self._replica is None else digests_of(self._own, self._replica.state())
         return digests_of(self._own, self._own.state()), kept
 
@@ -174,7 +211,7 @@ class Shards:
 
     def send(self, group: Group, what: What, to: int) -> None:
         """Send a shard, or a copy of one. Raises as `Group.send` does."""
-        holder = self._own if what is What.COPY else self._replica
+        holder = self._own if what is What.COPY else self._replica or self.mirror
         assert holder is not None, "a rank without a copy is to give it"
         send_tree(group, to, holder.state(), "the shard of a rank")
 
@@ -183,10 +220,15 @@ class Shards:
         state = receive_tree(group, source)
         if what is What.SHARD:
             self._own.load(state)
+            if self.mirror is not None:
+                self.mirror.slots.replace()
             return
         self._keep_copy(state)
 
     def _keep_copy(self, state: Any) -> None:
+        if self.mirror is not None:
+            self.mirror.slots.keep(state)
+            return
         self._replica = Replica(self._own, state)
         self._in = Letter([each.detach() for each in self._replica.updated])
 

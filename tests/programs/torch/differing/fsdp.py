@@ -1,4 +1,4 @@
-"""An FSDP2 loop in which rank 1 changes one bit: differing_fsdp.py (shard | copy | moment) STEPS.
+"""An FSDP2 loop in which rank 1 changes one bit: differing/fsdp.py (shard | copy | moment) STEPS.
 
 Of its shard, of the copy that it keeps of rank 0's, or of a moment in that copy, after so many steps.
 """

@@ -1,4 +1,4 @@
-"""A DDP loop in which rank 1 changes one bit: differing_ddp.py (parameter | moment) STEPS.
+"""A DDP loop in which rank 1 changes one bit: differing/ddp.py (parameter | moment) STEPS.
 
 After so many steps.
 """

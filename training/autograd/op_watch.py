@@ -31,6 +31,10 @@ class OpWatch(Protocol):
         """An op of `unit` has computed `data` since `begin`; return the rule to record for it."""
         ...
 
+    def deferred(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """The rule that runs leaves `compute`, a parameter's gradient, for later; return what to call."""
+        ...
+
     def work(self, op: str, arrays: Sequence[Array]) -> AbstractContextManager[None]:
         """Return the context of work outside a tape that reads or writes each of `arrays` once."""
         ...

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -100,7 +101,8 @@ class Parameter:
             self._take(write)
             return
         later = write if lasting else self._kept_apart(write)
-        self.deferred.append(lambda: self._take(later))
+        take, watch = partial(self._take, later), active_watch()
+        self.deferred.append(take if watch is None else watch.deferred(take))
 
     def _kept_apart(self, write: Callable[[Array], object]) -> Callable[[Array], object]:
         """Compute what `write` sets now; return a function that copies it."""

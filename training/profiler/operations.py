@@ -1,14 +1,16 @@
 """Sampled steps: the time of each op of the engine and of each collective, with bytes and FLOPs.
 
 An op's forward time is that since the one before it was recorded; its backward time that of its rule, without
-the rules and the hooks that run within it. Calls of one op with equal shapes are one row. On a CPU a call
-returns when its result is there, so the time in which it is enqueued is the time in which it runs.
+the rules and the hooks that run within it. Gradients of parameters that its rule leaves for later, as
+schedules of pipelines do, are a row of their own. Calls of one op with equal shapes are one row. On a CPU a
+call returns when its result is there, so the time in which it is enqueued is the time in which it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +24,8 @@ from zbmd.transport.native._native import now_ns
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
+WEIGHTS: Final = "weights"
+"""Gradients of parameters that a backward pass has left for later."""
 WORK: Final = "work"
 """Outside the passes: the update, the norm."""
 COLLECTIVE: Final = "collective"
@@ -62,10 +66,10 @@ class _Sum:
 class _Known:
     """An op of some shapes: its rows, and the code of its rule, whose identity is in use while it is kept."""
 
-    __slots__ = ("back", "code", "forward")
+    __slots__ = ("back", "code", "forward", "weights")
 
-    def __init__(self, code: object, forward: _Sum, back: _Sum) -> None:
-        self.code, self.forward, self.back = code, forward, back
+    def __init__(self, code: object, forward: _Sum, back: _Sum, weights: _Sum) -> None:
+        self.code, self.forward, self.back, self.weights = code, forward, back, weights
 
 
 class OpSampler:
@@ -82,6 +86,8 @@ class OpSampler:
         self._rest = _Sum(("others", WORK, "", ""), 0, 0)
         self._began_ns = self._inner_ns = 0
         self._rings: list[tuple[FlightRing, int]] = []
+        self._playing: tuple[_Sum, int] | None = None
+        """Of the rule that runs: the row of what it leaves for later, and its unit."""
 
     def start(self, rings: Sequence[FlightRing]) -> None:
         """Begin a step, with the operations that groups begin from now on."""
@@ -90,8 +96,12 @@ class OpSampler:
         self._rings = [(ring, ring.begun) for ring in rings]
 
     def _sums(self) -> list[_Sum]:
-        of_ops = [one for known in self._known.values() for one in (known.forward, known.back)]
+        of_ops = [one for op in self._known.values() for one in (op.forward, op.back, op.weights)]
         return [*of_ops, *self._work.values(), self._rest]
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._known) + len(self._work) >= OPS_MAX // 3  # an op has three rows
 
     def begin(self) -> None:
         """See `OpWatch`."""
@@ -104,7 +114,8 @@ class OpSampler:
         end_ns = now_ns()
         code = getattr(backward, "__code__", backward)
         weight = parameters[0].stored.shape if parameters else None
-        shapes = (id(code), data.shape, data.dtype.num, weight)
+        defers = bool(parameters) and parameters[0].deferred is not None
+        shapes = (id(code), data.shape, data.dtype.num, weight, defers)
         known = self._known.get(shapes)
         if known is None:
             known = self._learnt(shapes, code, data, backward, parameters)
@@ -117,33 +128,50 @@ class OpSampler:
         self._inner_ns += end_ns - began_ns  # of a rule that computes ops again
 
         def timed(dy: Array) -> None:
-            outer_ns, self._inner_ns = self._inner_ns, 0
-            began_ns = now_ns()
+            outer, self._playing = self._playing, (known.weights, unit)
             try:
-                backward(dy)
+                self._timed(back, unit, lambda: backward(dy))
             finally:
-                took_ns = now_ns() - began_ns
-                self._add(back, unit, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
-                self._inner_ns = outer_ns + took_ns
+                self._playing = outer
 
         return timed
 
     def _learnt(
         self, shapes: object, code: object, data: Array, backward: Backward, parameters: Sequence[Parameter]
     ) -> _Known:
-        if len(self._known) + len(self._work) >= OPS_MAX // 2:
-            return _Known(code, self._rest, self._rest)
+        if self._is_full:
+            return _Known(code, self._rest, self._rest, self._rest)
         op, inputs = name_of(backward, parameters), captured(backward)
         shape, dtype = shape_of(data, parameters), str(data.dtype)
         read = sum(nbytes_of(one) for one in inputs.values())
         written = sum(nbytes_of(one) for one in inputs.values() if isinstance(one, Tensor | Parameter))
         ahead, back = flops_of(op, data, parameters, inputs)
+        later = back // 2 if op in PRODUCTS and parameters and parameters[0].deferred is not None else 0
         known = self._known[shapes] = _Known(
             code,
             _Sum((op, FORWARD, shape, dtype), read + data.nbytes, ahead),
-            _Sum((op, BACKWARD, shape, dtype), read + data.nbytes + written, back),
+            _Sum((op, BACKWARD, shape, dtype), read + data.nbytes + written, back - later),
+            _Sum((op, WEIGHTS, shape, dtype), read + data.nbytes, later),
         )
         return known
+
+    def deferred(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """See `OpWatch`."""
+        playing = self._playing
+        if playing is None:
+            return compute
+        return partial(self._timed, *playing, compute)
+
+    def _timed(self, row: _Sum, unit: int, compute: Callable[[], None]) -> None:
+        """Compute it; the time without that of what is timed within it is the row's."""
+        outer_ns, self._inner_ns = self._inner_ns, 0
+        began_ns = now_ns()
+        try:
+            compute()
+        finally:
+            took_ns = now_ns() - began_ns
+            self._add(row, unit, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
+            self._inner_ns = outer_ns + took_ns
 
     @contextmanager
     def work(self, op: str, arrays: Sequence[Array]) -> Generator[None]:
@@ -153,7 +181,7 @@ class OpSampler:
         found = self._work.get(key)
         if found is None:
             found = _Sum(key, sum(array.nbytes for array in arrays), 0)
-            if len(self._known) + len(self._work) < OPS_MAX // 2:
+            if not self._is_full:
                 self._work[key] = found
             else:
                 found = self._rest

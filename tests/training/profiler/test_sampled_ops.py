@@ -12,6 +12,7 @@ from zbmd.training.autograd.op_watch import active_watch, watched
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor, WatchedTape
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
+from zbmd.training.pipeline.part import GPTPart, layers_in
 from zbmd.training.profiler.lines import OPS_MAX, OpRow, RankProfile, read_profiles
 from zbmd.training.profiler.profiler import Profiler, open_profiler
 from zbmd.training.profiler.ring import read_ring, ring_path
@@ -142,6 +143,34 @@ def test_the_hook_of_a_final_gradient_counts_for_no_op(tmp_path: Path) -> None:
     (ops,) = read_profiles(tmp_path)[0].ops
     (backward,) = [row for row in ops.ops if row.which == "backward"]
     assert backward.execute_ns < HOOK_NS
+
+
+def test_gradients_that_a_schedule_computes_later_have_rows_of_their_own(tmp_path: Path) -> None:
+    """Together with the rest of the backward pass they have the FLOPs of one that computes all at once."""
+    model = GPT(PLAIN)
+    part = GPTPart(model, range(layers_in(PLAIN)))
+    params, batch = model.init(1), model.batch(np.arange(27, dtype=np.int64).reshape(3, 9), global_batch=3)
+    found: dict[bool, tuple[tuple[OpRow, ...], Array]] = {}
+    for splits in (False, True):
+        grads = np.zeros_like(params)
+        profiler = open_profiler(tmp_path / str(splits), model, sequences=3, ops_every=1, environ={})
+        with profiler, profiler.recording():
+            profiler.begin_step(1)
+            with profiler.operations():
+                made = part.forward(params, grads, batch, None, splits=splits)
+                part.backward(made, None)
+                if splits:
+                    part.weight_gradient(made)
+        found[splits] = read_profiles(tmp_path / str(splits))[0].ops[0].ops, grads
+    rows, grads = found[True]
+    np.testing.assert_array_equal(grads, found[False][1])
+    products = [row for row in rows if row.op == "linear"]
+    later = {(row.shape, row.calls): row.flops for row in products if row.which == "weights"}
+    assert later == {(row.shape, row.calls): row.flops for row in products if row.which == "forward"} != {}
+    assert all(row.execute_ns > 0 for row in rows if row.which == "weights")
+    assert {row.op for row in rows if row.which == "weights"} >= {"linear", "rms_norm", "embedding"}
+    assert sum(row.flops for row in rows) == sum(row.flops for row in found[False][0])
+    assert not any(row.which == "weights" for row in found[False][0])
 
 
 def test_the_rows_of_a_step_are_bounded(tmp_path: Path) -> None:

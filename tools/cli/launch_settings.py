@@ -174,13 +174,24 @@ def parse_name(text: str) -> str:
     return text
 
 
-def parse_domain(text: str) -> str:
-    """A failure domain. Raises `UserError`."""
+def parse_node_name(text: str) -> str:
+    """Return the name of a node or of a failure domain. Raises `UserError`."""
     if not is_name(text):
         raise UserError(
             f"expected 1 to 64 letters, digits or _.@-, a letter or digit first, got {text[:64]!r}"
         )
     return text
+
+
+def spares_of(settings: Settings) -> int:
+    """Return the number of spare ranks of each host. Raises `UserError` if none could replace a lost rank."""
+    spares: int = settings["spare_ranks"]
+    if spares and settings["on_loss"] is not OnLoss.REPLACE:
+        raise UserError(
+            f"--spare-ranks {spares} with --on-loss {settings['on_loss'].value}: a spare rank replaces a "
+            "lost one. Give --on-loss replace, or leave --spare-ranks out."
+        )
+    return spares
 
 
 def _setting(
@@ -224,7 +235,7 @@ LAUNCH_SETTINGS: Final = (
     _setting("role", parse_name, "NAME", "the script finds it in ROLE_NAME"),
     _setting(
         "domain",
-        parse_domain,
+        parse_node_name,
         "NAME",
         "this host's failure domain, such as a rack: shards and copies are kept in different ones",
         torchrun=False,

@@ -51,23 +51,18 @@ REFUSED = "refused"
 """Outcome of a launch that began nothing."""
 
 
-class LaunchRecorder:
-    """The record of this launch. Not for two threads; a fork of this process writes nothing.
+class AnnouncedRuns:
+    """The directories of runs that ranks of this process announce. A fork of it has none.
 
-    began: its first line; directory: where it goes at once; None if there is no place.
+    Make it before anything else sets the variable of the file.
     """
 
-    def __init__(self, began: LaunchBegan, directory: Path | None) -> None:
-        self._writer = LaunchWriter(began)
-        self._pid = began.pid
-        self._step: int | None = None
-        self._is_over = False
+    def __init__(self) -> None:
+        self._pid = os.getpid()
         self._outer = os.environ.get(VARIABLE)
         self._file = -1
         self._is_ours = False
         self._read_bytes = 0
-        if directory is not None:
-            self._writer.add(directory)
         os.register_at_fork(after_in_child=self.close)
 
     def listen(self) -> None:
@@ -84,6 +79,55 @@ class LaunchRecorder:
             self._file = os.memfd_create("zbmd-launch", os.MFD_CLOEXEC)
             os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{self._file}"
             self._is_ours = True
+
+    def look(self) -> list[RunBegun]:
+        """Return what ranks have announced since the last look."""
+        if self._file < 0:
+            return []
+        try:
+            data = os.pread(self._file, FILE_BYTES_MAX, self._read_bytes)
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        lines = read_announcements(whole)
+        if self._is_ours and self._outer is not None:
+            for line in lines:
+                announce(line, {VARIABLE: self._outer})
+        return [line for line in lines if isinstance(line, RunBegun)]
+
+    def close(self) -> None:
+        """Close the file; in a fork of this process, the fork's. Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._is_ours and os.getpid() == self._pid:
+            self._is_ours = False
+            if self._outer is None:
+                os.environ.pop(VARIABLE, None)
+            else:
+                os.environ[VARIABLE] = self._outer
+
+
+class LaunchRecorder:
+    """The record of this launch. Not for two threads; close it in a fork of this process.
+
+    began: its first line; directory: where it goes at once; None if there is no place; runs: what its ranks
+    announce, which it owns.
+    """
+
+    def __init__(self, began: LaunchBegan, directory: Path | None, runs: AnnouncedRuns | None = None) -> None:
+        self._writer = LaunchWriter(began)
+        self._step: int | None = None
+        self._is_over = False
+        self._runs = runs
+        if directory is not None:
+            self._writer.add(directory)
+
+    def listen(self) -> None:
+        """See `AnnouncedRuns.listen`."""
+        if self._runs is not None:
+            self._runs.listen()
 
     def take(self, event: HostEvent, words: Sequence[str] = ()) -> None:
         """Record an event of the host. words: the exit reason of a rank that ended."""
@@ -122,7 +166,7 @@ class LaunchRecorder:
 
     def over(self, result: RunResult) -> None:
         """Record the result of the run."""
-        outcome = {Outcome.FAILED: "failed", Outcome.STOPPED: "stopped"}.get(result.outcome, "done")
+        outcome = outcome_word(result.outcome)
         records = "" if result.last_records is None else str(result.last_records)
         self.end(
             outcome, result.reason, exit_code=result.exit_code, restarts=result.restarts, records=records
@@ -160,15 +204,8 @@ class LaunchRecorder:
     def close(self) -> None:
         """Close its files; in a fork of this process, the fork's. Idempotent."""
         self._writer.close()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        if self._is_ours and os.getpid() == self._pid:
-            self._is_ours = False
-            if self._outer is None:
-                os.environ.pop(VARIABLE, None)
-            else:
-                os.environ[VARIABLE] = self._outer
+        if self._runs is not None:
+            self._runs.close()
 
     def _ended(self, down: RankDown, words: Sequence[str]) -> RankEnded:
         return RankEnded(
@@ -194,25 +231,20 @@ class LaunchRecorder:
         elif kind == "missing" and isinstance(text, str):
             self._writer.put(Noted(at_ns=time.monotonic_ns(), text=cut_text(text), rank=rank))
 
-    def _found(self, directory: str) -> None:
+    def found(self, directory: str) -> None:
+        """Record that a rank takes part in the run of a directory, which then has the record too."""
         self._writer.put(RunFound(at_ns=time.monotonic_ns(), directory=cut_text(directory)))
         self._writer.add(Path(directory))
 
     def _look(self) -> None:
         """Take what ranks have announced since the last look."""
-        if self._file < 0:
-            return
-        try:
-            data = os.pread(self._file, FILE_BYTES_MAX, self._read_bytes)
-        except OSError:
-            return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in read_announcements(whole):
-            if isinstance(line, RunBegun):
-                self._found(line.directory)
-            if self._is_ours and self._outer is not None:
-                announce(line, {VARIABLE: self._outer})
+        for run in () if self._runs is None else self._runs.look():
+            self.found(run.directory)
+
+
+def outcome_word(outcome: Outcome | None) -> str:
+    """Return the outcome as a record has it."""
+    return {Outcome.FAILED: "failed", Outcome.STOPPED: "stopped"}.get(outcome or Outcome.SUCCEEDED, "done")
 
 
 @contextlib.contextmanager
@@ -233,7 +265,31 @@ def recording(command: Sequence[str], settings: Settings, nodes: int) -> Generat
 
 def _recorder_of(command: Sequence[str], settings: Settings, nodes: int) -> LaunchRecorder:
     log_dir, capture = settings["log_dir"], settings["capture"]
-    began = LaunchBegan(
+    began = begins_now(
+        command,
+        ranks=settings["nproc_per_node"],
+        nodes=nodes,
+        on_loss=settings["on_loss"].value,
+        capture=None if capture is None else Path(capture),
+    )
+    directory = launches_of_user() if log_dir is None else Path(log_dir).absolute()
+    record = LaunchRecorder(began, directory, AnnouncedRuns())
+    os.register_at_fork(after_in_child=record.close)
+    return record
+
+
+def begins_now(
+    command: Sequence[str],
+    *,
+    ranks: int,
+    nodes: int,
+    on_loss: str,
+    capture: Path | None,
+    job: str = "",
+    node: str = "",
+) -> LaunchBegan:
+    """Return the first line of a record that this process begins now."""
+    return LaunchBegan(
         version=VERSION,
         host=cut_text(socket.gethostname()),
         boot_id=boot_id(),
@@ -243,9 +299,10 @@ def _recorder_of(command: Sequence[str], settings: Settings, nodes: int) -> Laun
         unix_ns=time.time_ns(),
         command=cut_lines(command),
         folder=cut_text(os.getcwd()),
-        ranks=settings["nproc_per_node"],
+        ranks=ranks,
         nodes=nodes,
-        on_loss=settings["on_loss"].value,
-        capture="" if capture is None else str(Path(capture).absolute()),
+        on_loss=on_loss,
+        capture="" if capture is None else str(capture.absolute()),
+        job=job,
+        node=node,
     )
-    return LaunchRecorder(began, launches_of_user() if log_dir is None else Path(log_dir).absolute())

@@ -22,7 +22,6 @@ import msgspec
 import uvloop
 
 import zbmd
-from zbmd.actors.cluster.contracts import is_name
 from zbmd.actors.cluster.jobs.node_driver import JobHost
 from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
 from zbmd.actors.cluster.jobs.reports import HostEvent, log_hang
@@ -41,14 +40,16 @@ from zbmd.actors.cluster.node.incarnations import (
     ViewEntered,
 )
 from zbmd.actors.cluster.node.node import ClusterNode
-from zbmd.actors.cluster.node.persistent_state import NodeState
+from zbmd.actors.cluster.node.persistent_state import NodeState, state_path
 from zbmd.actors.cluster.state.node_id import Node
 from zbmd.actors.core.actor_base import allow_remote_modules
 from zbmd.actors.process.early_template import EarlyTemplate, fork_template
 from zbmd.actors.process.exit import ending_at_broken_invariant
 from zbmd.actors.replay.process_capture import CAPTURE_VARIABLE, CaptureSettings
+from zbmd.tools.cli.launch_settings import parse_node_name
 from zbmd.tools.cli.settings import parse_dashboard
 from zbmd.tools.node.dashboard import ADDRESS_VARIABLE, note_death, opened
+from zbmd.tools.node.job_records import JobRecords
 from zbmd.tools.node.run import MORE_PRELOADS
 from zbmd.tools.node.signals import handling
 from zbmd.tools.node.store import with_store
@@ -151,10 +152,10 @@ def node_config(arguments: argparse.Namespace) -> NodeConfig:
     budget = arguments.recovery_budget or os.environ.get(RECOVERY_BUDGET_VARIABLE)
     name = arguments.name or _host_name()
     for option, word in (("--name", name), ("--domain", arguments.domain or name)):
-        if not is_name(word):
-            raise UserError(
-                f"{option} {word!r}: give 1 to 64 letters, digits or _.@-, a letter or digit first."
-            )
+        try:
+            parse_node_name(word)
+        except UserError as error:
+            raise UserError(f"{option}: {error}") from None
     return NodeConfig(
         name=name,
         listen=TcpAddress(host="", port=PORT_DEFAULT)
@@ -262,11 +263,14 @@ def load_start(text: str) -> Start:
 def main(arguments: argparse.Namespace) -> int:
     """`zbmd-node up`; returns the exit code."""
     config = node_config(arguments)
+    captures = None if config.capture is None else config.capture.directory
+    records = JobRecords(state_path(), config.name, captures=captures)
     dashboard = None if arguments.dashboard is None else opened(parse_dashboard(arguments.dashboard))
+    records.listen()
     template = fork_template(PRELOADS, os.environ)
     start = None if arguments.actors is None else load_start(arguments.actors)
     running = run_node if dashboard is None else dashboard.beside(run_node)
-    return uvloop.run(ending_at_broken_invariant(running(config, arguments.store, start, template)))
+    return uvloop.run(ending_at_broken_invariant(running(config, records, arguments.store, start, template)))
 
 
 PRELOADS: Final = (*PRELOAD, *MORE_PRELOADS)
@@ -275,30 +279,34 @@ PRELOADS: Final = (*PRELOAD, *MORE_PRELOADS)
 
 async def run_node(
     config: NodeConfig,
+    records: JobRecords,
     store: str | None = None,
     start: Start | None = None,
     template: EarlyTemplate | None = None,
 ) -> int:
     """Run the node, its jobs and its actors on this terminal; returns the exit code.
 
-    store: an etcd that knows the cluster; start: what starts its actors; template: of ranks, if it was forked
-    already.
+    records: of its jobs, which it closes; store: an etcd that knows the cluster; start: what starts its
+    actors; template: of ranks, if it was forked already.
     """
     if store is None:
-        return await _run_node(config, None, start, template)
+        return await _run_node(config, records, None, start, template)
     async with with_store(config, store) as (found, superseded):
-        return await _run_node(found, superseded, start, template)
+        return await _run_node(found, records, superseded, start, template)
 
 
 async def _run_node(
     config: NodeConfig,
+    records: JobRecords,
     superseded: asyncio.Future[str] | None,
     start: Start | None,
     template: EarlyTemplate | None,
 ) -> int:
     clock = HybridClock()
     settings = config.capture or CaptureSettings.read(os.environ, job=0)
-    node = ClusterNode(config, NodeState.open(), Teller())
+    node = ClusterNode(config, NodeState.open(), Teller(), records=records)
+    records.output = node.output
+    node.listen(records)
     capture = node_capture(config.name, clock, settings)
     actors = NodeActors(
         node,
@@ -312,13 +320,13 @@ async def _run_node(
         node,
         recorder=capture.recorder,
         clock=clock,
-        output=node.output,
+        output=records,
         listen_host=_ranks_host(config.listen),
         preload=PRELOADS,
         captures=settings.directory,
         template=template,
         finder=actors.finder,
-        on_event=_noted,
+        on_event=partial(_noted, records),
     )
 
     def end(reason: asyncio.Future[str]) -> None:
@@ -337,12 +345,14 @@ async def _run_node(
             superseded.remove_done_callback(end)
         await actors.close()
         await jobs.close()
+        records.close()
         capture.close("the node has ended")
 
 
-def _noted(_: int, event: HostEvent) -> None:
+def _noted(records: JobRecords, job: int, event: HostEvent) -> None:
     log_hang(event)
     note_death(event)
+    records.happened(job, event)
 
 
 def _ranks_host(listen: TcpAddress) -> str:

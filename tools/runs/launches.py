@@ -1,8 +1,9 @@
 """Records of a launcher, for `zbmd diagnose`: how each rank ended, hangs, views, and its own end.
 
 A launcher appends JSON lines to `launches/<when>-<host>-<pid>.jsonl` in each directory that has to do with
-it: its `--log-dir`, else the user's own, and those of the runs that its ranks begin. A launch has one file in
-each, of at most `FILE_BYTES_MAX`; a directory keeps the latest `FILES_MAX`.
+it: its `--log-dir`, else the user's own, and those of the runs that its ranks begin. A node of a cluster does
+the same for each job that it runs ranks of, in its state directory. A launch has one file in each, of at most
+`FILE_BYTES_MAX`; a directory keeps the latest `FILES_MAX`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -18,7 +19,7 @@ from typing import Annotated, Final
 import msgspec
 
 from zbmd.transport.errors import UserError
-from zbmd.transport.host.files import UserFiles, read_json_lines, user_directory
+from zbmd.transport.host.files import UserFiles, decode_json_lines, read_json_lines, user_directory
 
 DIRECTORY: Final = "launches"
 VERSION: Final = 1
@@ -34,13 +35,15 @@ RANKS_MAX: Final = 1 << 16
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=RANKS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS_MAX)]
+JobName = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,16}$")]
 Texts = Annotated[tuple[Text, ...], msgspec.Meta(max_length=WORDS_MAX + 1)]
 
 
 class LaunchBegan(msgspec.Struct, frozen=True, kw_only=True, tag="launch", tag_field="kind"):
     """The first line. Times: ns of CLOCK_MONOTONIC and CLOCK_REALTIME at the same moment.
 
-    process_ticks: when the launcher began, in ticks since boot; capture: directory of `--capture`.
+    process_ticks: when the launcher began, in ticks since boot; capture: directory of `--capture`; job: of a
+    cluster, its id as `zbmd-node jobs` shows it, and node: the name of the node that keeps the record.
     """
 
     version: Count
@@ -56,6 +59,8 @@ class LaunchBegan(msgspec.Struct, frozen=True, kw_only=True, tag="launch", tag_f
     nodes: Count = 1
     on_loss: Text = ""
     capture: Text = ""
+    job: JobName = ""
+    node: Text = ""
 
 
 class RankBegan(msgspec.Struct, frozen=True, kw_only=True, tag="rank", tag_field="kind"):
@@ -151,10 +156,14 @@ LAUNCH_DECODER: Final[msgspec.json.Decoder[LaunchLine]] = msgspec.json.Decoder(L
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch, as far as it has been recorded."""
+    """One launch, as far as it has been recorded.
+
+    is_live: whether it goes on, as its node says; None: the process table of its host knows.
+    """
 
     began: LaunchBegan
     lines: tuple[LaunchLine, ...]
+    is_live: bool | None = None
 
     @property
     def shift_ns(self) -> int:
@@ -221,12 +230,31 @@ def read_launch(path: Path) -> Launch | None:
             advice="delete the file",
         )
     )
+    return _launch_of(lines, str(path))
+
+
+def decode_launch(data: bytes, source: str) -> Launch | None:
+    """Return the launch whose record is `data`; as `read_launch`. Raises `UserError`."""
+    return _launch_of(list(decode_json_lines(data, LAUNCH_DECODER.decode, source=source)), source)
+
+
+def _launch_of(lines: Sequence[LaunchLine], source: str) -> Launch | None:
     began = next((line for line in lines if isinstance(line, LaunchBegan)), None)
     if began is None:
         return None
     if began.version != VERSION:
-        raise UserError(f"{path} has format {began.version}; this version reads format {VERSION}.")
+        raise UserError(f"{source} has format {began.version}; this version reads format {VERSION}.")
     return Launch(began, tuple(lines))
+
+
+def read_beginning(path: Path) -> LaunchBegan | None:
+    """Return the first line of a record; None if there is none, or it is damaged."""
+    try:
+        with path.open("rb") as file:
+            line = LAUNCH_DECODER.decode(file.readline(LINE_BYTES_MAX))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return line if isinstance(line, LaunchBegan) else None
 
 
 def read_launches(directory: Path) -> list[Launch]:
@@ -271,11 +299,12 @@ class LaunchWriter:
             self._write(path, data)
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
+        """Close the files, and keep no lines for more. Idempotent."""
         for path, file in self._files.items():
             if file >= 0:
                 os.close(file)
                 self._files[path] = -1
+        self._lines.clear()
 
     def _write(self, path: Path, data: bytes) -> None:
         if (file := self._files[path]) < 0:

@@ -16,15 +16,17 @@ import msgspec
 from zbmd.actors.hangs.introspection import note_run
 
 VARIABLE: Final = "ZBMD_RUNS_FILE"
+JOB_VARIABLE: Final = "ZBMD_JOB"
 FILE_BYTES_MAX: Final = 1 << 20
 """Lines that would make it longer are dropped."""
 LINE_BYTES_MAX: Final = 8192
 
 
 class RunBegun(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
-    """A rank has begun a run, or gone on with it. directory: absolute."""
+    """A rank has begun a run, or gone on with it. directory: absolute; job: of the rank, 0 if it has none."""
 
     directory: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    job: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class RankLost(msgspec.Struct, frozen=True, tag="lost", tag_field="kind"):
@@ -61,7 +63,8 @@ def announce(what: Announcement, environ: Mapping[str, str] | None = None) -> No
 
 def announce_run(directory: Path) -> None:
     """Announce that this rank takes part in the run in `directory`, unless that was announced already."""
-    begun = RunBegun(str(directory.absolute()))
+    job = os.environ.get(JOB_VARIABLE, "0")
+    begun = RunBegun(str(directory.absolute()), int(job) if job.isdecimal() else 0)
     note_run(begun.directory)
     path = os.environ.get(VARIABLE)
     if not path:

@@ -47,6 +47,11 @@ def read_json_lines(
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    yield from decode_json_lines(data, decode, source=str(path))
+
+
+def decode_json_lines(data: bytes, decode: Callable[[bytes], LineT], *, source: str) -> Iterator[LineT]:
+    """Yield each line of `data`; see `read_json_lines`. source: where it is from, for the log."""
     lines, damaged = data.split(b"\n"), list[int]()
     for number, line in enumerate(lines, 1):
         if not line:
@@ -58,7 +63,7 @@ def read_json_lines(
                 damaged.append(number)
     if damaged:
         first = ", ".join(map(str, damaged[:DAMAGED_NAMED_MAX]))
-        log.warning("left out lines that are damaged", path=str(path), count=len(damaged), first=first)
+        log.warning("left out lines that are damaged", path=source, count=len(damaged), first=first)
 
 
 # What file systems without O_TMPFILE answer: overlay and 9p of older kernels, NFS, vfat.

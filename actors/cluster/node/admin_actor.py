@@ -6,6 +6,7 @@ It exists only while a client is connected: an idle actor system costs more than
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Final, Protocol
 
 import structlog
@@ -17,8 +18,9 @@ from zbmd.actors.cluster.state.job_table import RankEntry, Stop, Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.core.actor import Actor, on
+from zbmd.actors.rank.environment import spare_ranks
 from zbmd.actors.system import ActorSystem
-from zbmd.transport.errors import ZbmdError
+from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.tcp.link import TcpLink
 
 # --- members and jobs as this node sees them --------------------------------------------------------------
@@ -88,7 +90,18 @@ def _info(incarnation: Incarnation, node: Node) -> contracts.MemberInfo:
         release=hail.release if hail is not None else "",
         proven_by_kernel=incarnation.deaths.watches(key),
         why="" if own or dialed or accepted else why[:1000],
+        spares=_spares(incarnation.machine.view, key),
     )
+
+
+def _spares(view: ClusterView, node: NodeKey) -> int:
+    """Return how many spare ranks the jobs of a node have it keep."""
+    kept = 0
+    for job in view.jobs.jobs:
+        if node in job.nodes():
+            with contextlib.suppress(UserError):  # such a job fails, and says so
+                kept += spare_ranks(dict(job.spec.environment))
+    return kept
 
 
 log: Final = structlog.stdlib.get_logger("zbmd.cluster")
@@ -129,9 +142,41 @@ class AdminHandler(Protocol):
         """Return lines that a job's ranks printed on this node."""
         ...
 
+    async def records(self) -> contracts.RecordsReply:
+        """Return which records of jobs this node has."""
+        ...
+
+    async def record(self, request: contracts.RecordRequest) -> contracts.RecordReply:
+        """Return bytes of a record."""
+        ...
+
     def actors_address(self) -> contracts.ActorsAddressReply:
         """Return the address of this node's actors."""
         ...
+
+
+class JobRecordStore(Protocol):
+    """The records of jobs that ran on this node. Called from any thread; may read files."""
+
+    def listed(self) -> tuple[contracts.RecordInfo, ...]:
+        """Return the records, the oldest first."""
+        ...
+
+    def page(self, began_ns: int, offset: int) -> bytes:
+        """Return at most `RECORD_PAGE_BYTES` of a record from `offset` on; none if it is gone."""
+        ...
+
+
+class NoRecords:
+    """A `JobRecordStore` without any: of a node that exists for one job, whose launcher keeps the record."""
+
+    def listed(self) -> tuple[contracts.RecordInfo, ...]:
+        """See `JobRecordStore`."""
+        return ()
+
+    def page(self, began_ns: int, offset: int) -> bytes:
+        """See `JobRecordStore`."""
+        return b""
 
 
 class AdminActor(Actor):
@@ -179,6 +224,16 @@ class AdminActor(Actor):
     async def printed(self, request: contracts.OutputRequest) -> contracts.OutputReply:
         """See `AdminHandler.printed`."""
         return self._handler.printed(request)
+
+    @on(contracts.RecordsRequest)
+    async def records(self, _: contracts.RecordsRequest) -> contracts.RecordsReply:
+        """See `AdminHandler.records`."""
+        return await self._handler.records()
+
+    @on(contracts.RecordRequest)
+    async def record(self, request: contracts.RecordRequest) -> contracts.RecordReply:
+        """See `AdminHandler.record`."""
+        return await self._handler.record(request)
 
     @on(contracts.ActorsAddressRequest)
     async def actors_address(self, _: contracts.ActorsAddressRequest) -> contracts.ActorsAddressReply:

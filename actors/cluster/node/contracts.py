@@ -14,6 +14,9 @@ from zbmd.actors.contracts import Contract
 ADMIN_ACTOR: Final = "desk"
 MEMBERS_SHOWN_MAX: Final = 4096
 ADDRESSES_MAX: Final = 8
+RECORDS_MAX: Final = 64
+"""Records of jobs that a node keeps."""
+RECORD_PAGE_BYTES: Final = 256 << 10
 
 _Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
@@ -57,12 +60,13 @@ class MembersRequest(Contract, id="zbmd.node.members_request"):
     """Asks how the node sees the cluster."""
 
 
-class MemberInfo(Contract, id="zbmd.node.member"):
+class MemberInfo(Contract, id="zbmd.node.member", version=2, compatible_from=1):
     """One member, as the node that answers sees it.
 
     state: `this node`, `heard`, `silent`, `not observed` or `not linked`; heard_ms: since its last frame, and
     limit_ms, the silence that would be suspect: -1 if it is not observed; skew_ms: its wall clock against
-    ours, when the link was made; proven_by_kernel: whether its end would be.
+    ours, when the link was made; proven_by_kernel: whether its end would be;
+    spares: spare ranks that jobs have it keep.
     """
 
     node: Node
@@ -75,9 +79,10 @@ class MemberInfo(Contract, id="zbmd.node.member"):
     release: _Name
     proven_by_kernel: bool
     why: _Text
+    spares: _Natural = 0
 
 
-class MembersReply(Contract, id="zbmd.node.members"):
+class MembersReply(Contract, id="zbmd.node.members", version=2, compatible_from=1):
     """A node's view of its cluster. known, entered: the newest view decided, and that which is acted on."""
 
     answered_by: Node
@@ -168,6 +173,44 @@ class OutputReply(Contract, id="zbmd.node.output"):
 
     first: int
     lines: tuple[PrintedLine, ...]
+
+
+class RecordsRequest(Contract, id="zbmd.node.records_request"):
+    """Asks which records of jobs the node has."""
+
+
+class RecordInfo(Contract, id="zbmd.node.record"):
+    """What became of a job's ranks on the node's host, as far as it is recorded.
+
+    began_ns: when the record began, ns since 1970, which names it; words: the job's command; is_open: whether
+    the node still adds to it.
+    """
+
+    job: _Natural
+    began_ns: _Natural
+    words: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=64)]
+    is_open: bool
+
+
+class RecordsReply(Contract, id="zbmd.node.records"):
+    """The records, the oldest first. wall_ns: the clock of the node's host; boot_id: of its kernel."""
+
+    wall_ns: _Natural
+    boot_id: Annotated[str, msgspec.Meta(max_length=64)]
+    records: Annotated[tuple[RecordInfo, ...], msgspec.Meta(max_length=RECORDS_MAX)]
+
+
+class RecordRequest(Contract, id="zbmd.node.record_request"):
+    """Asks for the bytes of a record from `offset` on."""
+
+    began_ns: _Natural
+    offset: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class RecordReply(Contract, id="zbmd.node.record_page"):
+    """The next bytes; none at the end, or if the record is gone."""
+
+    data: Annotated[bytes, msgspec.Meta(max_length=RECORD_PAGE_BYTES)]
 
 
 class ActorsAddressRequest(Contract, id="zbmd.node.actors_door_request"):

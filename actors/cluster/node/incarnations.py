@@ -18,9 +18,10 @@ import structlog
 
 from zbmd.actors.cluster.contracts import TEXT_CHARS_MAX
 from zbmd.actors.cluster.heartbeats.connections import NO_DEVICE, NoDevice, OwnDevice, own_device
+from zbmd.actors.cluster.local_deaths import boot_id
 from zbmd.actors.cluster.membership.machine import LEFT, MemberState
 from zbmd.actors.cluster.node import contracts
-from zbmd.actors.cluster.node.admin_actor import AdminServer, job_infos, member_infos
+from zbmd.actors.cluster.node.admin_actor import AdminServer, JobRecordStore, job_infos, member_infos
 from zbmd.actors.cluster.node.incarnation import Incarnation, MakeWitness, incarnation_recorder, wall_ns
 from zbmd.actors.cluster.node.join import (
     JOIN_ADDRESSES_MAX,
@@ -161,6 +162,7 @@ class NodeProcess(Protocol):
     """The process around the cluster's thread. Called there."""
 
     output: JobOutput
+    records: JobRecordStore
     actors_at: str
 
     def tell(self, event: NodeEvent) -> None:
@@ -538,6 +540,16 @@ class Incarnations:
                 for line in lines
             ),
         )
+
+    async def records(self) -> contracts.RecordsReply:
+        """See `AdminHandler`. Files are read on another thread: views do not wait for a disk."""
+        found = await asyncio.to_thread(self._host.records.listed)
+        return contracts.RecordsReply(wall_ns=self._config.wall_clock(), boot_id=boot_id(), records=found)
+
+    async def record(self, request: contracts.RecordRequest) -> contracts.RecordReply:
+        """See `AdminHandler`."""
+        page = self._host.records.page
+        return contracts.RecordReply(data=await asyncio.to_thread(page, request.began_ns, request.offset))
 
     def actors_address(self) -> contracts.ActorsAddressReply:
         """See `AdminHandler`."""

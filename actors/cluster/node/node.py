@@ -15,6 +15,7 @@ import structlog
 import uvloop
 
 from zbmd.actors.cluster.membership.reports import COMMANDS_WAITING_MAX
+from zbmd.actors.cluster.node.admin_actor import JobRecordStore, NoRecords
 from zbmd.actors.cluster.node.incarnations import (
     IncarnationBegan,
     IncarnationEnded,
@@ -48,10 +49,18 @@ ORDERS_WAITING_MAX: Final = COMMANDS_WAITING_MAX - 1
 class ClusterNode:
     """One node, on the running loop: the `ClusterPort` of its jobs.
 
-    on_event: called there with every `NodeEvent`, in order. Owns `state` and closes it at the end.
+    on_event: called there with every `NodeEvent`, in order; records: what commands ask for the records of
+    jobs. Owns `state` and closes it at the end.
     """
 
-    def __init__(self, config: NodeConfig, state: NodeStateStore, on_event: OnEvent) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        state: NodeStateStore,
+        on_event: OnEvent,
+        *,
+        records: JobRecordStore | None = None,
+    ) -> None:
         self._config = config
         self._state = state
         self._on_event = on_event
@@ -66,6 +75,7 @@ class ClusterNode:
         self._me: Node | None = None
         self._view = NO_VIEW
         self._ordered = 0
+        self.records: JobRecordStore = NoRecords() if records is None else records
         self.output = JobOutput()
         """The output of jobs' ranks on this node; commands read it."""
         self.actors_at = ""

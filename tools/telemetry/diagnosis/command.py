@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from zbmd.tools.cli.options import add_command, add_json
+from zbmd.tools.cli.options import add_at, add_command, add_json
 from zbmd.tools.telemetry.diagnosis.findings import as_json, as_text
 from zbmd.tools.telemetry.diagnosis.readers import evidence_of
 from zbmd.tools.telemetry.diagnosis.rules import diagnose
@@ -31,20 +31,24 @@ def add_diagnose(commands: Any) -> None:
             "zbmd diagnose run.zlog                 # what --capture was given",
             "zbmd diagnose job.log                  # a file with what the launcher printed",
             "zbmd diagnose 4711 --json              # the launch with this process id",
+            "zbmd diagnose 3fa81c                   # a job of the cluster: the records of all of its nodes",
+            "zbmd diagnose --at node0:29400         # the latest job of that node's cluster",
         ),
     )
     command.add_argument(
         "target",
         nargs="?",
         metavar="JOB|RUN|LOG",
-        help="directory, file, or a launcher's process id or script (default: the latest launch)",
+        help="directory, file, launcher's process id or script, or a job of the cluster (default: the latest "
+        "launch)",
     )
+    add_at(command)
     add_json(command)
     command.set_defaults(run_command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    diagnosis = diagnose(evidence_of(arguments.target))
+    diagnosis = diagnose(evidence_of(arguments.target, at=arguments.at))
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(as_json(diagnosis))).decode())
     else:

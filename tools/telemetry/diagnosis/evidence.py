@@ -51,7 +51,8 @@ class Failure:
 class Death:
     """A rank's process ended. code: exit code, or minus the signal; next_step: what followed, in words.
 
-    failure: the exception that ended it; batch: deaths between two views have the same number; met: whether a
+    failure: the exception that ended it; batch: deaths between two views have the same number, that of the
+    view before them; met: whether a
     view with it had been entered; unusual: its last operation was unlike all that it had made before.
     """
 
@@ -127,7 +128,7 @@ class NotFinite:
 class Launcher:
     """A launcher. alive: its process is there; None: unknown, as on another host. rebooted: since then.
 
-    outcome: done, failed, stopped or refused; empty without an end.
+    outcome: done, failed, stopped or refused; empty without an end; job: of a cluster, whose node it is.
     """
 
     host: str
@@ -137,6 +138,7 @@ class Launcher:
     last_ns: int
     ranks: int = 0
     nodes: int = 1
+    job: str = ""
     outcome: str = ""
     reason: str = ""
     cause: str = ""
@@ -151,16 +153,25 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All that is known of a run; ordered by time. sources: the files that were read."""
+    """All that is known of a run; ordered by time. sources: the files that were read.
+
+    begins: when each process of a rank began, its rank, and its host.
+    """
 
     launchers: tuple[Launcher, ...] = ()
     deaths: tuple[Death, ...] = ()
     hangs: tuple[Hang, ...] = ()
+    begins: tuple[tuple[int, int, str], ...] = ()
     missing: tuple[Missing, ...] = ()
     waits: Waits | None = None
     slow: tuple[Slow, ...] = ()
     not_finite: NotFinite | None = None
     sources: tuple[str, ...] = ()
+
+    def host_of(self, rank: int, at_ns: int) -> str:
+        """Return where a rank ran at that time, 0 for the end; empty if that is not known."""
+        hosts = [host for began_ns, one, host in self.begins if one == rank and not 0 < at_ns < began_ns]
+        return hosts[-1] if hosts else ""
 
 
 def place_of(text: str) -> Place | None:

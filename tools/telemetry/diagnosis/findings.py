@@ -50,14 +50,16 @@ class Cause(Enum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause. ranks: to blame; place: file, line and function, where known; confidence: 0 to 1.
+    """One cause. ranks: to blame; hosts: of each; place: file, line and function, where known.
 
-    evidence: what it follows from; do: what to do; proof: what would prove it, or the contrary.
+    confidence: 0 to 1; evidence: what it follows from; do: what to do; proof: what would prove it, or the
+    contrary.
     """
 
     cause: Cause
     summary: str
     ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
     place: str = ""
     step: int | None = None
     at_ns: int = 0
@@ -68,13 +70,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. state: done, failed, stopped, refused, running, killed, unknown; root: None if all is well.
+    """The answer. job: its name in a cluster; root: None if all is well.
 
-    followed: what the root led to, in order; others: what was found besides, and did not end the run.
+    state: done, failed, stopped, refused, running, killed, unknown; followed: what the root led to, in order;
+    others: what was found besides, and did not end the run.
     """
 
     state: str
     command: str = ""
+    job: str = ""
     root: Finding | None = None
     followed: tuple[str, ...] = ()
     others: tuple[Finding, ...] = ()
@@ -94,6 +98,8 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 def as_text(diagnosis: Diagnosis) -> list[str]:
     """Return the lines for people."""
     lines = [f"run: {diagnosis.command or '(unknown command)'}", f"state: {diagnosis.state}"]
+    if diagnosis.job:
+        lines.insert(0, f"job: {diagnosis.job}")
     root = diagnosis.root
     if root is None:
         lines.append("no fault found: nothing died, hung or was slow, by these records")
@@ -115,6 +121,8 @@ def _finding(found: Finding, title: str) -> list[str]:
     lines = [f"{title}: {found.cause.value} ({found.confidence:.0%} sure{step}{when})", f"  {found.summary}"]
     if found.place:
         lines.append(f"  at {found.place}")
+    if any(found.hosts):
+        lines.append(f"  on {', '.join(dict.fromkeys(host for host in found.hosts if host))}")
     lines += _listed("evidence", found.evidence)
     lines.append(f"  do: {found.do}")
     if found.proof:

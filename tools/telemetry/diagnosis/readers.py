@@ -33,6 +33,7 @@ from zbmd.tools.runs.launches import (
     read_launch,
     read_launches,
 )
+from zbmd.tools.telemetry.diagnosis.cluster import find_job
 from zbmd.tools.telemetry.diagnosis.evidence import (
     Death,
     Evidence,
@@ -76,12 +77,18 @@ class _Gathered:
             self.sources.append(name)
 
 
-def evidence_of(target: str | None) -> Evidence:
-    """Return the evidence of a directory, a file, or a launch of this user's.
+def evidence_of(target: str | None, *, at: str | None = None) -> Evidence:
+    """Return the evidence of a directory, a file, a launch of this user's, or a job of a cluster.
 
-    target: a directory of a run, of logs or of a capture; a file; a launcher's process id or script; None for
-    the user's latest launch. Raises `UserError` if there is nothing of that name, or nothing to read.
+    target: a directory of a run, of logs or of a capture; a file; a launcher's process id or script; the name
+    or script of a job of the cluster; None for the user's latest launch, or with `at` the latest job. at: a
+    node of the cluster, which is asked for jobs alone. Raises `UserError` if there is nothing of that name,
+    or nothing to read.
     """
+    if at is not None:
+        found = _Gathered()
+        _job(target, at, found)
+        return _finished(target, found)
     path = None if target is None else Path(target)
     if path is not None and path.is_file() and path.suffix != ".jsonl":
         return read_log_text(path)
@@ -94,11 +101,17 @@ def evidence_of(target: str | None) -> Evidence:
             raise UserError(f"{path} is no record of a launch.")
         found.launches = [launch]
         found.read(path)
-    else:
-        found.launches = _launches_named(target)
+    elif launches := _launches_named(target):
+        found.launches = launches
         home = launches_of_user()
         assert home is not None
         found.sources += [str(file) for file in launch_files(home) if _is_of(file, found.launches)]
+    else:
+        _job(target, None, found)
+    return _finished(target, found)
+
+
+def _finished(target: str | None, found: _Gathered) -> Evidence:
     _follow(found)
     if not found.sources:
         raise UserError(
@@ -108,18 +121,23 @@ def evidence_of(target: str | None) -> Evidence:
     return _evidence(found)
 
 
+def _job(name: str | None, at: str | None, found: _Gathered) -> None:
+    """Read a job of the cluster. Raises `UserError` if there is no such job, and no launch of that name."""
+    if (job := find_job(name, at)) is None:
+        what = "no launch of this user is recorded" if name is None else f"there is no {name}"
+        raise UserError(
+            f"{what}: give a directory of a run, a file with what the launcher printed, a launcher's process "
+            "id or script, or a job of the cluster."
+        )
+    found.launches, found.sources = list(job.launches), list(job.sources)
+
+
 def _launches_named(target: str | None) -> list[Launch]:
     home = launches_of_user()
     launches = [] if home is None else read_launches(home)
     if target is not None:
         launches = [one for one in launches if target in (str(one.began.pid), *one.began.command)]
-    if not launches:
-        what = "no launch of this user is recorded" if target is None else f"there is no {target}"
-        raise UserError(
-            f"{what}: give a directory of a run, a file with what the launcher printed, or a launcher's "
-            "process id or script."
-        )
-    return _latest(launches)
+    return _latest(launches) if launches else []
 
 
 def _latest(launches: Sequence[Launch]) -> list[Launch]:
@@ -131,7 +149,8 @@ def _latest(launches: Sequence[Launch]) -> list[Launch]:
     return [
         one
         for one in launches
-        if one.began.command == last.began.command and (one.last_ns >= begin_ns or one is last)
+        if (one.began.command, one.began.job) == (last.began.command, last.began.job)
+        and (one.last_ns >= begin_ns or one is last)
     ]
 
 
@@ -212,7 +231,8 @@ def _capture(path: Path, found: _Gathered) -> None:
 
 def _flights(found: _Gathered) -> None:
     """Read the dumps of these launches' ranks: an operation that some of them never entered."""
-    pids = {line.pid for launch in found.launches for line in launch.lines if isinstance(line, RankBegan)}
+    ours = [one for one in found.launches if one.is_live is None or one.began.boot_id == boot_id()]
+    pids = {line.pid for launch in ours for line in launch.lines if isinstance(line, RankBegan)}
     begun_ns = min((launch.began.unix_ns for launch in found.launches), default=0)
     folders = [Path(source).parent.parent / "flights" for source in found.sources]
     with contextlib.suppress(UserError):
@@ -267,6 +287,7 @@ def _evidence(found: _Gathered) -> Evidence:
         launchers=tuple(launchers),
         deaths=tuple(sorted(deaths, key=lambda death: death.at_ns)),
         hangs=tuple(sorted(hangs, key=lambda hang: hang.at_ns)),
+        begins=tuple(sorted(begin for launch in found.launches for begin in _begins(launch))),
         missing=tuple(found.missing),
         waits=found.waits,
         slow=tuple(sorted(found.slow, key=lambda one: one.at_ns)),
@@ -277,10 +298,11 @@ def _evidence(found: _Gathered) -> Evidence:
 
 def _launcher(launch: Launch) -> Launcher:
     began, end = launch.began, launch.end
-    alive, rebooted = _is_alive(began)
+    alive, rebooted = _is_alive(began) if launch.is_live is None else (launch.is_live, False)
     steps = [line.step for line in launch.lines if isinstance(line, RankEnded | HangFound | LaunchEnded)]
     known = Launcher(
-        host=began.host,
+        host=began.node or began.host,
+        job=began.job,
         pid=began.pid,
         command=shlex.join(began.command),
         began_ns=began.unix_ns,
@@ -314,12 +336,22 @@ def _is_alive(began: LaunchBegan) -> tuple[bool | None, bool]:
     return bool(began.process_ticks) and started(began.pid) == began.process_ticks, False
 
 
+def _begins(launch: Launch) -> Iterable[tuple[int, int, str]]:
+    """Yield when each rank began, and where."""
+    began = launch.began
+    named = began.node in ("", began.host)
+    where = began.host if named else f"{began.node} ({began.host})"
+    for line in launch.lines:
+        if isinstance(line, RankBegan):
+            yield line.at_ns + launch.shift_ns, line.rank, where
+
+
 def _deaths(launch: Launch, unusual: frozenset[int]) -> Iterable[Death]:
-    batch, met = 0, set[int]()
+    batch, met = 0, set[int]()  # of views: their epochs, which all nodes of a job have in common
     for line in launch.lines:
         match line:
             case RanksMet():
-                batch, met = batch + 1, set(line.ranks)
+                batch, met = line.epoch, set(line.ranks)
             case RankEnded():
                 yield Death(
                     rank=line.rank,
@@ -337,7 +369,7 @@ def _deaths(launch: Launch, unusual: frozenset[int]) -> Iterable[Death]:
                     batch=batch,
                     met=line.rank in met,
                     unusual=line.pid in unusual,
-                    host=launch.began.host,
+                    host=launch.began.node or launch.began.host,
                 )
             case _:
                 pass

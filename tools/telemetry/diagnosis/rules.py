@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from zbmd.actors.hangs.wire import RUNS
 from zbmd.tools.telemetry.diagnosis import deaths as of_deaths
 from zbmd.tools.telemetry.diagnosis.evidence import (
@@ -58,9 +60,13 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     besides = [*survived, *slow]
     if root is None and besides:
         root = besides.pop(0)
+    if root is not None and root.ranks:
+        hosts = tuple(evidence.host_of(rank, root.at_ns) for rank in root.ranks)
+        root = msgspec.structs.replace(root, hosts=hosts)
     return Diagnosis(
         state=state,
         command="" if launcher is None else launcher.command,
+        job="" if launcher is None else launcher.job,
         root=root,
         followed=_followed(evidence, root),
         others=tuple(one for one in besides if one is not root)[:OTHERS_MAX],
@@ -267,7 +273,7 @@ def _launcher_gone(evidence: Evidence) -> Finding | None:
     if first.rebooted:
         cause, summary = Cause.HOST, f"host {first.host} was restarted while the run was under way"
         do = "start the same command again: it resumes from its last checkpoint"
-    elif first.nodes > 1:
+    elif first.nodes > 1 or first.job:
         cause, summary = Cause.NODE, f"the node on {first.host} (pid {first.pid}) was killed, with its ranks"
         do = "look at that host; the others go on without it, or start the same command there again"
     else:
@@ -289,7 +295,7 @@ def _launcher_gone(evidence: Evidence) -> Finding | None:
 
 
 def _node_lost(evidence: Evidence) -> Finding | None:
-    if all(one.nodes < 2 for one in evidence.launchers) or of_deaths.primary(evidence.deaths):
+    if all(one.nodes < 2 and not one.job for one in evidence.launchers) or of_deaths.primary(evidence.deaths):
         return None
     for launcher in evidence.launchers:
         for note in launcher.notes:

@@ -140,8 +140,10 @@ def show(reply: MembersReply, screen: rich.console.Console) -> None:
         f"{format_duration(reply.recovery_budget_ns)}  asked {reply.answered_by}"
     )
     table = rich.table.Table(title=title, title_justify="left")
-    for column in ("name", "life", "address", "state", "heard", "suspect", "links", "clock"):
-        table.add_column(column, justify="right" if column in ("life", "heard", "suspect") else "left")
+    columns = "name, domain, life, address, state, heard, suspect, links, clock, spares"
+    for column in columns.split(", "):
+        is_number = column in ("life", "heard", "suspect", "spares")
+        table.add_column(column, justify="right" if is_number else "left")
     for member in reply.members:
         table.add_row(*_row(member))
     screen.print(table)
@@ -155,6 +157,7 @@ def _row(member: MemberInfo) -> tuple[str, ...]:
     links = f"{member.links_dialed} out {member.links_accepted} in"
     return (
         node.name or str(node.key),
+        node.domain or "-",
         str(node.key.incarnation),
         node.address,
         member.state,
@@ -162,6 +165,7 @@ def _row(member: MemberInfo) -> tuple[str, ...]:
         f"{member.limit_ms} ms" if observed else "-",
         "-" if member.state == "this node" else links,
         _clock(member.skew_ms),
+        str(member.spares) if member.spares else "-",
     )
 
 

@@ -31,10 +31,11 @@ from zbmd.actors.cluster.node.contracts import (
 )
 from zbmd.actors.cluster.state.job_table import JobPhase, JobSpec, Stop, Submit
 from zbmd.actors.process.output import OutputLine, StreamName
+from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
 from zbmd.tools.cli.launch import spellings
-from zbmd.tools.cli.launch_settings import Settings
+from zbmd.tools.cli.launch_settings import Settings, spares_of
 from zbmd.tools.cli.options import add_at, by_names
 from zbmd.tools.cli.settings import SETTINGS, merge
 from zbmd.transport.clock.deadlines import SECOND_NS
@@ -243,6 +244,7 @@ NAMES: Final = (
     "start_timeout",
     "arena",
     "data",
+    "spare_ranks",
 )
 """The settings of a run that a job of a cluster has too."""
 EXAMPLES = """\
@@ -325,6 +327,8 @@ def _ranks(settings: Settings) -> int:
 
 def _environment(given: list[str], settings: Settings) -> tuple[tuple[str, str], ...]:
     found: dict[str, str] = {} if settings["data"] is None else {"ZBMD_DATA": settings["data"]}
+    if spares := spares_of(settings):
+        found[SPARE_RANKS_VARIABLE] = str(spares)
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():

@@ -37,9 +37,9 @@ from zbmd.actors.replay.process_capture import CAPTURE_BULK_VARIABLE, CAPTURE_VA
 from zbmd.actors.snapshots.client import tag_of
 from zbmd.actors.snapshots.keeper import SnapshotKeeper
 from zbmd.actors.snapshots.messages import JobIdentity
-from zbmd.actors.view import OnLoss, Outcome
+from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
-from zbmd.tools.cli.launch_settings import Settings
+from zbmd.tools.cli.launch_settings import Settings, spares_of
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunNarrator
 from zbmd.tools.node.recorder import LaunchRecorder
@@ -107,12 +107,7 @@ def check(job: JobCommand, settings: Settings) -> None:
             )
     ranks, arena_bytes = settings["nproc_per_node"], settings["arena"]
     available = available_memory()
-    spares = settings["spare_ranks"]
-    if spares and settings["on_loss"] is not OnLoss.REPLACE:
-        raise UserError(
-            f"--spare-ranks {spares} with --on-loss {settings['on_loss'].value}: a spare rank replaces a "
-            "lost one. Give --on-loss replace, or leave --spare-ranks out."
-        )
+    spares = spares_of(settings)
     needed_bytes = ranks * arena_bytes + (ranks + spares) * RANK_BYTES
     if needed_bytes > available.nbytes:
         raise UserError(

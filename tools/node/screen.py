@@ -120,7 +120,7 @@ PROCESSES: Final = (
     Column("state", lambda one: one.state, _text, grows=True),
     Column("links", lambda one: one.links, _text, grows=True),
     Column("pid", lambda one: 0 if one.rank is None else one.rank.pid, _text),
-    Column("restarts", lambda one: 0 if one.rank is None else one.rank.restarts),
+    Column("restarts", lambda one: getattr(one.rank, "restarts", 0)),
     Column("MiB", lambda one: 0 if one.rank is None else one.rank.memory_bytes // MEBIBYTE),
     Column("actors", lambda one: 0 if one.reply is None else one.reply.actors),
     Column("waiting", lambda one: one.waiting),
@@ -246,7 +246,9 @@ def _processes(seen: ProcessSnapshots) -> list[_Process]:
     ranks = {} if status is None else {rank_name(rank.rank): rank for rank in status.ranks}
     replies = {reply.process: reply for reply in seen.replies}
     names = dict.fromkeys([*replies, *ranks, *seen.silent])
-    return [_Process(name=name, reply=replies.get(name), rank=ranks.get(name)) for name in names]
+    found = [_Process(name=name, reply=replies.get(name), rank=ranks.get(name)) for name in names]
+    spares = () if status is None else status.spares
+    return [*found, *(_Process(name="spare", reply=None, rank=spare) for spare in spares)]
 
 
 def _title(seen: ProcessSnapshots) -> str:

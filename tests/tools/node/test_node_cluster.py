@@ -115,6 +115,28 @@ async def test_a_job_runs_over_two_nodes_and_what_it_prints_reaches_who_follows(
     assert await follower.ended() == 0, str(follower)
 
 
+async def test_members_show_the_failure_domain_of_a_node_and_its_spare_ranks(
+    nodes: Nodes,
+) -> None:
+    first = await nodes.up("n1", "--domain", "rack-7")
+    await first.until("view 1: ")
+    options = ("--spare-ranks", "2", "-n", "1", "--arena", "1MiB", "--env", "WHERE=here")
+    follower = await nodes.start("n1", "submit", "--follow", *options, TRAIN)
+    await follower.until("rank 0 of 1 here")
+    code, text = await nodes.command("n1", "members")
+    (line,) = [line for line in text.splitlines() if "│ this node" in line]
+    row = [cell.strip() for cell in line.split("│")]
+    assert code == 0 and (row[1], row[2], row[-2]) == ("n1", "rack-7", "2"), text
+    (found,) = (await nodes.members("n1"))["members"]
+    assert (found["node"]["domain"], found["spares"]) == ("rack-7", 2)
+    code, text = await nodes.command("n1", "up", "--new", "--domain", "rack 7")
+    assert code == 2 and "--domain: expected 1 to 64 letters, digits" in text, text
+    code, text = await nodes.command("n1", "submit", "--on-loss", "stop", *options, TRAIN)
+    assert code == 2 and "a spare rank replaces a lost one" in text, text
+    (nodes.directory / "done").touch()
+    assert await follower.ended() == 0, str(follower)
+
+
 async def test_a_job_is_stopped_by_any_node_and_what_cannot_be_is_refused(nodes: Nodes) -> None:
     await nodes.form("n1", "n2")
     options = ("--no-follow", "--arena", "1MiB", "-n", "1", "--env", "WHERE=here")

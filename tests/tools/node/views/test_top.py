@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import termios
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from support.processes.looks import answered
 from support.processes.terminal import on_terminal
 
 from zbmd.actors.hangs.introspection import ActorRow, InsideReply, LinkRow
+from zbmd.actors.rank.host_contracts import NodeStatus, RankStatus, SpareStatus
 from zbmd.tools.node.screen import ACTORS, Screen, View, with_slowness
 from zbmd.tools.telemetry.live import ProcessSnapshots
 from zbmd.tools.telemetry.measures import RankPhases
@@ -95,6 +97,17 @@ def test_tab_goes_round_the_views_help_comes_and_goes_and_q_quits() -> None:
     press(screen, "x")
     assert not screen.is_help and screen.view is View.PHASES, "any key goes back, and does nothing else"
     assert not screen.press("q")
+
+
+def test_spares_are_processes_of_a_host() -> None:
+    spare = SpareStatus(pid=4711, state="waiting", memory_bytes=8 << 20)
+    rank = RankStatus(0, 4710, 1, "joined", 0, 1 << 20, None)
+    status = NodeStatus("a", 1, 2, "job.py", "replace", 1, 0, 1.0, (rank,), spares=(spare,))
+    screen = Screen(view=View.PROCESSES)
+    screen.take([dataclasses.replace(look(1)[0], status=status)], ())
+    (line,) = [line for line in shown(screen) if line.startswith("│ spare")]
+    cells = [cell.strip() for cell in line.split("│")]
+    assert cells[1:3] == ["spare", "waiting"] and cells[4:7] == ["4711", "0", "8"], cells
 
 
 def phases(rank: int, forward_ms: float, comm_ms: float) -> RankPhases:

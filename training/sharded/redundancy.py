@@ -108,24 +108,21 @@ def confined(states: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[str
     return None
 
 
-def confined_in_words(found: tuple[str, tuple[int, ...]]) -> str:
-    """Return what `confined` has found, as a sentence."""
-    domain, ranks = found
-    shown = ", ".join(map(str, ranks[:NAMED_MAX])) + (", …" if ranks[NAMED_MAX:] else "")
-    return f"{domain} holds the state of rank {shown} and all of its copies"
-
-
 def _may_be_confined(mesh: Mesh) -> str:
     """Return why replicas along `dp` may be lost with one failure domain that a user has named; "": they
-    cannot, or views may be smaller, and states have no other copies then.
+    cannot.
     """
     launched, given = JobEnvironment.read_job(os.environ), domains_in(os.environ.get(DOMAINS_VARIABLE, ""))
-    if launched is None or not given or 0 < launched.ranks_min < launched.world_size:
+    if launched is None or not given:
         return ""
     states, each = mesh.with_one_state(), launched.ranks_per_host
     if len(given) == launched.hosts:
         found = confined(states, [name for name in given for _ in range(each)])
-        return "" if found is None else confined_in_words(found)
+        if found is None:
+            return ""
+        domain, ranks = found
+        shown = ", ".join(map(str, ranks[:NAMED_MAX])) + (", …" if ranks[NAMED_MAX:] else "")
+        return f"{domain} holds the state of rank {shown} and all of its copies"
     most = max(Counter(given).values()) + launched.hosts - len(given)
     fewest = min(len({rank // each for rank in ranks}) for ranks in states)
     return "" if most < fewest else "nodes that come later may be in any failure domain"
@@ -134,9 +131,12 @@ def _may_be_confined(mesh: Mesh) -> str:
 def has_replicas(mesh: Mesh, redundancy: str) -> bool:
     """Return whether ranks along `dp` stand for each other. redundancy: as it was asked for.
 
-    They do if no host has all that hold a state, and no failure domain; the latter, unless that is wanted.
+    They do if no host has all that hold a state, and no failure domain. The latter does not count where views
+    may be smaller, which buddies exclude, unless these are asked for.
     """
-    apart = redundancy == REPLICA or not _may_be_confined(mesh)
+    launched = JobEnvironment.read_job(os.environ)
+    shrinks = launched is not None and 0 < launched.ranks_min < launched.world_size
+    apart = redundancy == REPLICA or (shrinks and redundancy != BUDDY) or not _may_be_confined(mesh)
     return apart and mesh.has_replicas(domains_of(mesh).hosts.count(0))
 
 
@@ -166,9 +166,13 @@ def redundancy_of(options: TrainOptions, mesh: Mesh, *, shrinks: bool) -> Redund
         return _coded(asked, mesh, domains, why="it was asked for", refused=replicated, recuts=recuts)
     if mesh.world_size == 1:
         return Redundancy(kind=NONE, why="there is one rank; its memory and checkpoints remain")
+    why = "" if options.shards_over_all(mesh) else _may_be_confined(mesh)
+    if replicated and why:
+        lost = "the loss of one may end the run at its last checkpoint"
+        return Redundancy(kind=REPLICA, why=f"{why}: {lost}. {APART}, or give --redundancy buddy")
     if replicated:
         return Redundancy(kind=REPLICA, why="ranks along dp hold the same")
-    if (why := _may_be_confined(mesh)) and has_replicas(mesh, REPLICA) and not options.shards_over_all(mesh):
+    if why and has_replicas(mesh, REPLICA):
         return Redundancy(kind=BUDDY, why=f"{why}: a rank in another one has one more. {APART}")
     data, parity = CODE_OF_MANY
     fits = not shortage(domains.names or domains.numbered, data=data, parity=parity)

@@ -12,7 +12,7 @@ import msgspec
 
 from zbmd.actors.process.spare import is_spare, rank_given
 from zbmd.actors.rank.environment import JobEnvironment, RankEnvironment
-from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Worker, join
+from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.pace import AUTO
 from zbmd.training.checkpoint.sharded import open_state, require_state, write_alone
@@ -43,16 +43,7 @@ from zbmd.training.run.ledger import LOG_NAME, begin_log, has_log
 from zbmd.training.run.plain import PlainTrainer
 from zbmd.training.sharded.devices import open_device
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.sharded.redundancy import (
-    NONE,
-    REPLICA,
-    arena_bytes,
-    confined,
-    confined_in_words,
-    has_replicas,
-    redundancy_of,
-    unused_bytes,
-)
+from zbmd.training.sharded.redundancy import NONE, arena_bytes, has_replicas, redundancy_of, unused_bytes
 from zbmd.training.sharded.stages import (
     SLOTS,
     RankBytes,
@@ -260,23 +251,6 @@ def _has_replicas(options: TrainOptions, mesh: Mesh) -> bool:
     return mesh.world_size == 1 or options.redundancy == NONE or has_replicas(mesh, options.redundancy)
 
 
-def _confined_now(worker: Worker, mesh: Mesh) -> str:
-    """Return the failure domain whose loss would end the run, as its ranks are placed now; "": there is none.
-
-    Hosts without a named domain are not warned about: who has no others cannot place ranks elsewhere.
-    """
-    view = worker.latest
-    if len(view.members) < mesh.world_size or not any(member.domain for member in view.members):
-        return ""
-    found = confined(mesh.with_one_state(), view.domain_names(range(mesh.world_size)))
-    if found is None:
-        return ""
-    return (
-        f"{confined_in_words(found)}: its loss ends the run at the last checkpoint. Number hosts domain by "
-        "domain (--node-rank), or give --redundancy buddy"
-    )
-
-
 def _fewest(options: TrainOptions, mesh: Mesh) -> int:
     """Return the least number of ranks that the run goes on with.
 
@@ -437,6 +411,4 @@ async def _train(
             if mesh.world_size > 1 and not again and worker.rank == 0:
                 found = redundancy_of(options, mesh, shrinks=shrinks)
                 print(f"redundancy {found}", file=sys.stderr, flush=True)
-                if found.kind == REPLICA and (problem := _confined_now(worker, mesh)):
-                    print(f"redundancy: {problem}", file=sys.stderr, flush=True)
             return await Job(worker, task, settings, again=again).run()

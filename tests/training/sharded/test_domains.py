@@ -131,7 +131,12 @@ def test_replicas_of_one_failure_domain_have_a_copy_in_another(
 
 def test_views_that_may_be_smaller_keep_to_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, tuple("abcabc"), ranks_min=3)
-    assert chosen("auto", DP2).kind == "replica"
+    found = chosen("auto", DP2)
+    assert found.kind == "replica" and "the loss of one may end the run at its last checkpoint" in found.why
+    assert chosen("buddy", DP2).kind == "buddy" and not has_replicas(DP2, "buddy"), "it was asked for"
+    launched(monkeypatch, tuple("aaabbb"), ranks_min=3)
+    with pytest.raises(UserError, match="hold the same already"):
+        chosen("buddy", DP2)
 
 
 @given(st.data())

@@ -144,7 +144,7 @@ class LoopMemory:
                         version=int(note[0]),
                         place=found.name.place,
                         size=found.name.ranks,
-                        keeps=note[3] > 0,
+                        keeps=bool(note[3] > 0),
                         launch=int(note[2]),
                     )
                     self._found[held] = found, slot

@@ -89,6 +89,19 @@ def test_fsdp2_has_the_private_names_that_are_used() -> None:
         dist.destroy_process_group()
 
 
+def test_parameters_that_a_library_loads_as_others_are_those_of_fsdp() -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (2,))
+        layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        fsdp.fully_shard([*layers], mesh=mesh)
+        layers[0].weight = torch.nn.Parameter(layers[0].weight.detach().clone())
+        (group,) = ours.ShardedModules([layers]).groups
+        assert group.fsdp_params[0].sharded_param is layers[0].weight
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3)])
 def test_bits_are_compared_whatever_the_strides(shape: tuple[int, ...]) -> None:
     """A tensor of one element keeps any stride, and counts as contiguous."""

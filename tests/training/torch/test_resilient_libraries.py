@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,29 +23,38 @@ PRELOADS = {
     "accelerate": ("accelerate",),
     "transformers": ("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
     "lightning": ("lightning",),
+    "titan": ("torch.distributed.checkpoint", "torchdata.stateful_dataloader"),
 }
-REPORTS = {"accelerate": 16, "transformers": 8, "lightning": 8}
-"""Steps that each rank reports of a whole run."""
+PACKAGES = {"titan": "torchdata"}
+"""What a program needs, if it is not called so."""
+OWNED = "rank1:loop.prepared:4,rank0:loop.voted:9"
+"""Of loops that a library owns: a kill in a step, and one in what follows it: logs, validation, a save."""
 FAULTS = {
-    "accelerate": "rank0:loop.begin:3,rank1:loop.prepared:8,rank0#2:loop.voted:6",
-    "transformers": "rank1:loop.prepared:4,rank0:loop.voted:9",
-    "lightning": "rank1:loop.prepared:4,rank0:loop.voted:9",
+    ("accelerate", "whole"): (16, "rank0:loop.begin:3,rank1:loop.prepared:8,rank0#2:loop.voted:6"),
+    ("transformers", "whole"): (8, OWNED),
+    ("transformers", "sharded"): (8, OWNED),
+    ("lightning", "whole"): (8, OWNED),
+    ("lightning", "sharded"): (10, OWNED),
+    ("titan", "sync"): (8, "rank1:loop.delivered:3,rank0:loop.prepared:8"),
 }
-"""Of the owned loops each kill is one in a step, and one in what follows a step: logs, validation, a save."""
+"""The steps that each rank reports of a whole run, and where ranks are killed."""
 REFUSED = {
     ("lightning", "manual"): "this fit cannot be made resilient: manual optimization",
     (
         "transformers",
         "counted",
     ): "TrainingArguments(include_num_input_tokens_seen='all') cannot be made resilient",
+    ("transformers", "accelerate_shards"): "TrainingArguments(fsdp=…) cannot be made resilient",
 }
 
 
-async def run(library: str, out: Path, fault: str = "") -> tuple[int, list[str]]:
+async def run(library: str, mode: str, out: str, fault: str = "", **more: str) -> tuple[int, list[str]]:
     """Return how many ranks were replaced, and what the ranks printed of steps and of their final state."""
-    program, more = LIBRARIES / f"resilient_{library}.py", {"OUT": str(out)}
-    result, lines = await train(program, "whole", fault, RANKS, more, preload=PRELOADS[library])
+    program, given = LIBRARIES / f"resilient_{library}.py", {"OUT": out, **more}
+    result, lines = await train(program, mode, fault, RANKS, given, preload=PRELOADS[library])
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    lost = any("a save beside the loop is lost" in line for line in lines)
+    assert lost == ("DIES" in more), "\n".join(lines)
     return result.restarts, steps_in(lines)
 
 
@@ -53,18 +64,41 @@ def _own_cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def require(library: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
+    package = PACKAGES.get(library, library)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
 
 
-@pytest.mark.parametrize("library", FAULTS)
-async def test_a_loop_survives_kills(library: str, tmp_path: Path) -> None:
+@cache
+def _undisturbed() -> dict[tuple[str, str], frozenset[str]]:
+    return {}
+
+
+async def undisturbed(library: str, mode: str, tmp_path: Path) -> frozenset[str]:
+    kept = _undisturbed()
+    if (library, mode) not in kept:
+        restarts, told = await run(library, mode, tempfile.mkdtemp(dir=tmp_path))
+        assert restarts == 0 and len(told) == RANKS * (FAULTS[library, mode][0] + 1), told
+        kept[library, mode] = frozenset(told)
+    return kept[library, mode]
+
+
+@pytest.mark.parametrize(("library", "mode"), FAULTS)
+async def test_a_loop_survives_kills(library: str, mode: str, tmp_path: Path) -> None:
     require(library)
-    restarts, wanted = await run(library, tmp_path / "calm")
-    assert restarts == 0 and len(wanted) == RANKS * (REPORTS[library] + 1), wanted
-    restarts, told = await run(library, tmp_path / "killed", FAULTS[library])
-    assert restarts == len(kill_points.parse(FAULTS[library]))
-    check_as_undisturbed(told, frozenset(wanted), FAULTS[library])
+    wanted, fault = await undisturbed(library, mode, tmp_path), FAULTS[library, mode][1]
+    restarts, told = await run(library, mode, tempfile.mkdtemp(dir=tmp_path), fault)
+    assert restarts == len(kill_points.parse(fault))
+    check_as_undisturbed(told, wanted, fault)
+
+
+async def test_a_rank_that_is_killed_while_threads_write_costs_their_save_alone(tmp_path: Path) -> None:
+    """A survivor's thread goes on when the rank is replaced; the last save is whole, and read again."""
+    require("titan")
+    wanted, fault = await undisturbed("titan", "sync", tmp_path), "rank0:loop.updated:7"
+    restarts, told = await run("titan", "async", tempfile.mkdtemp(dir=tmp_path), fault, DIES="3")
+    assert restarts == 2
+    check_as_undisturbed(told, wanted, f"{fault},rank1:loop.begin:4")
 
 
 @pytest.mark.parametrize(("library", "mode"), REFUSED)

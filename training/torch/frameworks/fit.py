@@ -21,7 +21,6 @@ from zbmd.training.torch.frameworks.owned import (
     repeatable,
     require_methods,
     require_replacing,
-    synchronising,
 )
 from zbmd.training.torch.transfer import Position
 from zbmd.transport.errors import UserError
@@ -191,17 +190,17 @@ class _Part(optimization.Closure):  # type: ignore[misc]
 
     def closure(self, *given: Any, **more: Any) -> Any:
         base, frame = super().closure, self.loop.frame
-        model, kept = self.loop.model, frame.own_state()
-        syncs, unchanged, runs = model.require_backward_grad_sync, repeatable(self.batch), count()
+        run, kept = self.loop.run, frame.own_state()
+        reduces, unchanged, runs = run.reduces, repeatable(self.batch), count()
 
         def part() -> Any:
             if next(runs):
                 unchanged()
                 frame.load_own(kept)
-            with synchronising(model, syncs):
+            with run.reducing(reduces):
                 return base(*given, **more)
 
-        return self.loop.run.compute(part)
+        return run.compute(part)
 
 
 class Loop:
@@ -302,12 +301,8 @@ class Loop:
         self.run.transact(body)
 
 
-class Resilient(strategies.DDPStrategy):  # type: ignore[misc]
-    """Lightning's DDP over zbmd, with a fit that survives the loss of ranks. See docs/GUIDE_TORCH.md.
-
-    seed: of random numbers in steps; default: that of `torch.manual_seed` on rank 0. more: options of
-    `DDPStrategy`. What cannot be continued is refused by a `UserError` before the first step.
-    """
+class _Survives(strategies.ParallelStrategy):  # type: ignore[misc]
+    """The hooks of a strategy whose fit survives, in front of Lightning's own."""
 
     def __init__(self, *given: Any, seed: int | None = None, **more: Any) -> None:
         super().__init__(*given, **{"process_group_backend": "zbmd", **more})
@@ -331,6 +326,22 @@ class Resilient(strategies.DDPStrategy):  # type: ignore[misc]
         """Make the passes over the last batch, and the update once all ranks have voted."""
         assert self._loop is not None
         return self._loop.update(optimizer, closure, model or self.lightning_module, **more)
+
+
+class Resilient(_Survives, strategies.DDPStrategy):  # type: ignore[misc]
+    """Lightning's DDP over zbmd, with a fit that survives the loss of ranks. See docs/GUIDE_TORCH.md.
+
+    seed: of random numbers in steps; default: that of `torch.manual_seed` on rank 0. more: options of
+    `DDPStrategy`. What cannot be continued is refused by a `UserError` before the first step.
+    """
+
+
+class ResilientModelParallel(_Survives, strategies.ModelParallelStrategy):  # type: ignore[misc]
+    """Lightning's `ModelParallelStrategy` over zbmd, with a fit that survives the loss of ranks.
+
+    For modules that `fully_shard` shards in `configure_model`, over `device_mesh["data_parallel"]`, which has
+    all ranks: `data_parallel_size` is their number, and `tensor_parallel_size` 1. seed: as of `Resilient`.
+    """
 
 
 def _check(trainer: Any) -> None:

@@ -166,6 +166,28 @@ class OwnedRun(Run):
         return results[0]
 
     @property
+    def reduces(self) -> Any:
+        """Whether a backward pass reduces gradients now: of DDP, or of each group of FSDP2."""
+        shards = self._state.shards
+        return self._state.models[0].require_backward_grad_sync if shards is None else shards.modules.flags
+
+    @contextmanager
+    def reducing(self, reduces: Any) -> Generator[None]:
+        """Meanwhile gradients are reduced or not, as they were when the part was made first."""
+        before = self.reduces
+        self._set_reduces(reduces)
+        try:
+            yield
+        finally:
+            self._set_reduces(before)
+
+    def _set_reduces(self, reduces: Any) -> None:
+        if self._state.shards is None:
+            self._state.models[0].require_backward_grad_sync = reduces
+        else:
+            self._state.shards.modules.flags = reduces
+
+    @property
     def _is_uncommitted(self) -> bool:
         return self._then is not None and not self._committed
 
@@ -194,16 +216,6 @@ class OwnedRun(Run):
             else:
                 return True
         return False
-
-
-@contextmanager
-def synchronising(model: Any, syncs: bool) -> Generator[None]:
-    """Have DDP reduce gradients or not, as it did when the part was made first."""
-    before, model.require_backward_grad_sync = model.require_backward_grad_sync, syncs
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync = before
 
 
 def repeatable(batch: Any) -> Callable[[], None]:

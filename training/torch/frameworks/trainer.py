@@ -24,8 +24,8 @@ from zbmd.training.torch.frameworks.owned import (
     repeatable,
     require_methods,
     require_replacing,
-    synchronising,
 )
+from zbmd.training.torch.fsdp.modules import has_shards, is_sharded
 from zbmd.training.torch.transfer import Position
 from zbmd.transport.errors import UserError
 
@@ -34,7 +34,7 @@ parallel: Any = importlib.import_module("torch.nn.parallel")
 
 METHODS: Final = (
     *("_run_epoch", "_maybe_log_save_evaluate", "_finalize_training", "_clip_grad_norm", "_load_rng_state"),
-    *("get_batch_samples", "training_step"),
+    *("get_batch_samples", "training_step", "_get_grad_norm"),
 )
 """Methods of `Trainer` that are used here, as of transformers 5."""
 FLAGS: Final = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -60,9 +60,15 @@ def resilient(trainer: Any, *, seed: int | None = None) -> Any:
                 f"TrainingArguments({name}={getattr(arguments, name)!r}) cannot be made resilient: it "
                 f"communicates in the middle of a step, or begins training again; leave it at {wanted!r}"
             )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.neftune_noise_alpha is not None:
+    if arguments.fsdp:
         raise UserError(
-            "zbmd.torch.transformers.resilient() takes a Trainer over DistributedDataParallel: no fsdp=, "
+            "TrainingArguments(fsdp=…) cannot be made resilient: accelerate shards models on accelerators "
+            "alone, and on CPUs it would leave this one whole. Have transformers shard it: "
+            "from_pretrained(…, distributed_config=DistributedConfig(fsdp_size=WORLD_SIZE))"
+        )
+    if trainer.is_deepspeed_enabled or trainer.neftune_noise_alpha is not None:
+        raise UserError(
+            "zbmd.torch.transformers.resilient() takes a Trainer over DistributedDataParallel or FSDP2: no "
             "deepspeed= or neftune_noise_alpha="
         )
     if "layerwise" in str(arguments.optim):
@@ -198,10 +204,11 @@ class Loop:
     def _open(self, given: dict[str, Any]) -> None:
         trainer = self._trainer
         check_prepared(given["train_dataloader"])
-        if not isinstance(trainer.model_wrapped, parallel.DistributedDataParallel):
+        model = trainer.model_wrapped
+        if not isinstance(model, parallel.DistributedDataParallel) and not has_shards([model]):
             raise UserError(
-                f"Trainer.train() has a {type(trainer.model_wrapped).__name__}, and can be resilient over "
-                "DistributedDataParallel: start at least two ranks, each with one device"
+                f"Trainer.train() has a {type(model).__name__}, and can be resilient over "
+                "DistributedDataParallel or FSDP2: start at least two ranks, each with one device"
             )
         if trainer.accelerator.scaler is not None:
             raise UserError("Trainer.train() with fp16=True cannot be made resilient: use bf16=True")
@@ -211,9 +218,7 @@ class Loop:
             passes=given["epochs_trained"],
             at=given["steps_trained_in_current_epoch"] // trainer.args.gradient_accumulation_steps,
         )
-        self._run = open_run(
-            trainer.model_wrapped, optimizer, [trainer.lr_scheduler], self._frame, self._seed, first
-        )
+        self._run = open_run(model, optimizer, [trainer.lr_scheduler], self._frame, self._seed, first)
 
     def _end_last_step(self, follow: Callable[..., None], given: dict[str, Any]) -> None:
         """In a replacement: make what follows the last step, if the others are at that."""
@@ -256,6 +261,11 @@ class Loop:
             self.run.transact(after)
 
 
+def _whole(norm: Any) -> Any:
+    """Return a norm that ranks still have parts of as a number of all."""
+    return norm.full_tensor() if is_sharded(norm) else norm
+
+
 class _Hooks:
     """Methods of a trainer, in front of its own."""
 
@@ -280,18 +290,24 @@ class _Hooks:
         loop, base = self.zbmd_loop, super().training_step  # type: ignore[misc]
         if not loop.is_open:
             return base(model, inputs, *given, **more)
-        unchanged, syncs = repeatable(inputs), model.require_backward_grad_sync
+        unchanged, reduces = repeatable(inputs), loop.run.reduces
 
         def part() -> Any:
             unchanged()
-            with synchronising(model, syncs):
+            with loop.run.reducing(reduces):
                 return base(model, copy.copy(inputs), *given, **more)
 
         return loop.run.compute(part)
 
     def _clip_grad_norm(self, *given: Any) -> Any:
         loop, base = self.zbmd_loop, super()._clip_grad_norm  # type: ignore[misc]
-        return loop.run.compute(lambda: base(*given)) if loop.is_open else base(*given)
+        return loop.run.compute(lambda: _whole(base(*given))) if loop.is_open else base(*given)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        loop, base = self.zbmd_loop, super()._get_grad_norm  # type: ignore[misc]
+        if not loop.is_open or grad_norm is not None:
+            return base(model, grad_norm)
+        return loop.run.compute(lambda: _whole(base(model)))  # without clipping
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *given: Any, **more: Any) -> None:
         base = super()._maybe_log_save_evaluate  # type: ignore[misc]

@@ -29,6 +29,7 @@ PRIVATE: Final = {
     "FSDPParam": (
         *("sharded_param", "unsharded_accumulated_grad", "all_gather_outputs", "reset_sharded_param"),
         *("sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size", "_sharding_spec"),
+        "_module_info",
     ),
     "FSDPMeshInfo": ("mesh", "shard_mesh_size", "shard_mesh_rank", "shard_process_group", "__post_init__"),
     "FSDPParam after an all-gather": ("_unsharded_param",),
@@ -73,8 +74,12 @@ class ShardedModules:
             )
         for module in self._modules:
             module.reshard()  # a forward pass without a backward pass leaves parameters whole
-        self.groups = [group for module in self._modules for group in _groups_of(module)]
-        self._flags = self._found_flags()
+        self.groups = _groups_of(self._modules)
+        for each in [each for group in self.groups for each in group.fsdp_params]:
+            owner = each._module_info
+            if getattr(owner.module, owner.param_name) is not each.sharded_param:
+                each.reset_sharded_param()  # it was loaded as another: FSDP2 finds that in its first pass
+        self._flags = self.flags
         self._require_supported(models)
 
     def _find(self, module: Any, *, below: bool) -> None:
@@ -101,20 +106,27 @@ class ShardedModules:
                         "docs/GUIDE_TORCH.md"
                     )
 
-    def _found_flags(self) -> list[tuple[bool, bool]]:
+    @property
+    def flags(self) -> list[tuple[bool, bool]]:
+        """Whether the next backward pass reduces the gradients of each group, and whether over replicas."""
         return [(group.reduce_grads, group.all_reduce_grads) for group in self.groups]
+
+    @flags.setter
+    def flags(self, flags: Sequence[tuple[bool, bool]]) -> None:
+        for group, (reduces, over_replicas) in zip(self.groups, flags, strict=True):
+            group.reduce_grads, group.all_reduce_grads = reduces, over_replicas
 
     def keep(self) -> None:
         """A step begins: keep whether the next backward pass reduces gradients."""
-        self._flags = self._found_flags()
+        self._flags = self.flags
 
     def reset(self) -> None:
         """Forget a forward or backward pass that has failed."""
         for root in self._roots:
             if root._get_fsdp_state()._is_root:  # else it has not run yet
                 root.reset_iter_state()
-        for group, flags in zip(self.groups, self._flags, strict=True):
-            group.reduce_grads, group.all_reduce_grads = flags
+        self.flags = self._flags
+        for group in self.groups:
             for each in group.fsdp_params:
                 if hasattr(each, "_unsharded_param"):
                     each._unsharded_param.grad = None
@@ -183,6 +195,7 @@ def _divide(each: Any, info: Any) -> None:
     each.reset_sharded_param()
 
 
-def _groups_of(module: Any) -> list[Any]:
-    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
-    return groups
+def _groups_of(modules: Sequence[Any]) -> list[Any]:
+    """Return the groups of parameters, each once: modules that were sharded together have them in common."""
+    found = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    return [*{id(group): group for group in found}.values()]

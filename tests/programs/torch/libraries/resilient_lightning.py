@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint  # type: ignore[import-not-found,unused-ignore]
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError  # type: ignore[import-not-found,unused-ignore]
 
@@ -22,6 +23,7 @@ import zbmd.torch.lightning
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "whole": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "val_check_interval": 6},
+    "sharded": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 4},
     "manual": {},
 }
 
@@ -34,6 +36,11 @@ class Line(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
         self.error = MeanSquaredError()
         self.automatic_optimization = not manual
+
+    def configure_model(self) -> None:
+        if os.environ["MODE"] == "sharded":
+            for module in (self.net[0], self.net):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, number: int) -> Any:
         found = self.net(batch[0])
@@ -60,8 +67,16 @@ class Line(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
 
 
 def digest(model: nn.Module) -> str:
-    bits = [each.detach().view(torch.int32).tolist() for each in model.parameters()]
+    own = [getattr(each, "_local_tensor", each).detach() for each in model.parameters()]
+    bits = [each.view(torch.int32).tolist() for each in own]
     return hashlib.sha256(repr(bits).encode()).hexdigest()[:16]
+
+
+def strategy() -> Any:
+    if os.environ["MODE"] != "sharded":
+        return zbmd.torch.lightning.Resilient()
+    size = int(os.environ["WORLD_SIZE"])
+    return zbmd.torch.lightning.ResilientModelParallel(data_parallel_size=size, tensor_parallel_size=1)
 
 
 def main() -> None:
@@ -72,7 +87,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=zbmd.torch.lightning.Resilient(),
+        strategy=strategy(),
         max_epochs=2,
         logger=False,
         enable_progress_bar=False,

@@ -7,6 +7,7 @@ Ranks print each step, and in the end the bits of the model, what was logged, an
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +15,29 @@ import torch.distributed as dist
 from transformers import (  # type: ignore[import-not-found,unused-ignore]
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.distributed import DistributedConfig  # type: ignore[import-not-found,unused-ignore]
 
 import zbmd.torch.transformers
 
 MODES = {
     "plain": {"max_steps": 10},
+    "accelerate_shards": {"max_steps": 10, "fsdp": True},
+    "sharded": {
+        "max_steps": 8,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.0,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "logging_steps": 2,
+        "save_steps": 3,
+        "save_only_model": True,
+    },
     "counted": {"max_steps": 10, "include_num_input_tokens_seen": "all"},
     "whole": {
         "num_train_epochs": 2,
@@ -47,8 +62,21 @@ class Steps(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 
 def digest(model: torch.nn.Module) -> str:
-    bits = [each.detach().view(torch.int32).tolist() for each in model.parameters()]
+    own = [getattr(each, "_local_tensor", each).detach() for each in model.parameters()]
+    bits = [each.view(torch.int32).tolist() for each in own]
     return hashlib.sha256(repr(bits).encode()).hexdigest()[:16]
+
+
+def sharded() -> Any:
+    """Return a model that transformers shards by FSDP2 as it reads it."""
+    sizes = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    directory = Path(os.environ["OUT"], "whole")
+    if dist.get_rank() == 0 and os.environ["ZBMD_INCARNATION"] == "1":
+        config = LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes)
+        LlamaForCausalLM(config).save_pretrained(directory)
+    dist.barrier()
+    over = DistributedConfig(fsdp_size=dist.get_world_size())
+    return LlamaForCausalLM.from_pretrained(directory, distributed_config=over)
 
 
 def main() -> None:
@@ -57,7 +85,8 @@ def main() -> None:
     torch.manual_seed(0)
     rows = [torch.randint(0, 64, (16,)) for _ in range(48)]
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+    gpt = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    model = sharded() if os.environ["MODE"] == "sharded" else GPT2LMHeadModel(gpt)
     arguments = TrainingArguments(
         output_dir=os.environ["OUT"],
         use_cpu=True,

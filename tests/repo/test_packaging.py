@@ -64,6 +64,8 @@ COMMANDS = (
     *("bench", "bench p2p", "bench put", "bench collectives", "bench detect", "bench actors"),
 )
 
+NO_BYTECODE = {"PIP_COMPILE": "no"}
+"""Of what pip installs, numpy and Cython above all, a small part is imported: only that is compiled then."""
 PROBE = PROGRAMS / "launched" / "wheel_probe.py"
 HELPS = PROGRAMS / "launched" / "wheel_helps.py"
 """Both run in the empty environment."""
@@ -116,7 +118,7 @@ def wheel(sdist: Path) -> Path:
     folder = sdist.parent / "wheel"
     command = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist)
     # What is in it is looked at, not how fast it is, nor what the compiler says of Cython's code.
-    run(*command, cwd=sdist.parent, CFLAGS="-O0 -g0 -w")
+    run(*command, cwd=sdist.parent, CFLAGS="-O0 -g0 -w", **NO_BYTECODE)
     (archive,) = folder.iterdir()
     return archive
 
@@ -158,7 +160,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     run(sys.executable, "-m", "venv", "--without-pip", "environment", cwd=tmp_path)
     binaries = tmp_path / "environment" / "bin"
     pip = (sys.executable, "-m", "pip", "--python", binaries / "python")
-    run(*pip, "install", "--quiet", wheel, cwd=tmp_path)
+    run(*pip, "install", "--quiet", wheel, cwd=tmp_path, **NO_BYTECODE)
     assert run(binaries / "python", PROBE, cwd=tmp_path).endswith("probe passed\n")
     for command in ("zbmd", "zbmd-node"):
         assert run(binaries / command, "--version", cwd=tmp_path) == f"zbmd {zbmd.__version__}\n"

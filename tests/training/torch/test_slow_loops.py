@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from programs import PROGRAMS
 from support.jobs.resilient_loops import PRELOAD
@@ -126,7 +125,8 @@ def test_samples_travel_with_votes() -> None:
     bare = votes.pack(ballot, [{"loss": 1.0}], {}, votes.Noted(7, ("loss",), drawn))
     none = votes.pack(ballot, [{"loss": 1.0}], {})
     found = votes.samples_of([row, bare, none])
-    assert np.array_equal(found, [sample, np.zeros(SAMPLE_NUMBERS), np.zeros(SAMPLE_NUMBERS)])
+    nothing = [0.0] * SAMPLE_NUMBERS
+    assert found.tolist() == [[*sample], nothing, nothing]
     earlier = msgspec.msgpack.encode([7, ["loss"], drawn])
     assert msgspec.msgpack.decode(earlier, type=votes.Noted) == votes.Noted(7, ("loss",), drawn)
     wrong = votes.pack(ballot, [{"loss": 1.0}], {}, votes.Noted(7, ("loss",), drawn, (1.0,)))

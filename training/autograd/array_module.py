@@ -7,6 +7,7 @@ on it, with the same meaning (`matmul`, `einsum`, `exp`, ufuncs with `out=`, bas
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -97,6 +98,12 @@ def room_like(array: Array) -> Array:
         made: Array = room(computing_dtype(array.dtype))
         return made
     return widened(array) if is_narrow(array) else array.copy()
+
+
+def maker_of(array: Array) -> Callable[..., Array]:
+    """Return what makes arrays of a shape and dtype, not initialised, where `array` lies."""
+    made: Callable[..., Array] = np.empty if isinstance(array, np.ndarray) else array.executor.empty
+    return made
 
 
 def to_host(array: Array) -> npt.NDArray[Any]:

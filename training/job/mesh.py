@@ -14,6 +14,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import ModuleType
+
+import numpy as np
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
@@ -134,11 +137,11 @@ class MeshGroups:
         found = (self.world, self.data, self.pipeline, self.tensor, self.sharding, self.replicas)
         return list({id(group): group for group in found if group is not None}.values())
 
-    def model(self, config: GPTConfig, *, recompute: bool = False) -> GPT:
-        """Return this rank's part of the model, of all stages."""
+    def model(self, config: GPTConfig, *, xp: ModuleType = np, recompute: bool = False) -> GPT:
+        """Return this rank's part of the model, of all stages. xp: what it computes with."""
         if self.tensor is None:
-            return GPT(config, recompute=recompute)
-        return ParallelGPT(config, self.tensor, recompute=recompute)
+            return GPT(config, xp=xp, recompute=recompute)
+        return ParallelGPT(config, self.tensor, xp=xp, recompute=recompute)
 
 
 DATA_AXIS, SHARDED_AXIS, PIPELINE_AXIS, TENSOR_AXIS = "dp", "fsdp", "pp", "tp"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.training import ops
 from zbmd.training.autograd import spans
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, maker_of, to_host
 from zbmd.training.autograd.non_finite_probe import probe_received, probe_sent
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
@@ -235,33 +236,51 @@ def scatter_rows(tape: Tape, x: Tensor, group: TensorGroup) -> Tensor:
 
 def _gathered(rows: Array, group: TensorGroup) -> Array:
     probe_sent(rows)
+    blocking: Any = group.blocking
     with spans.COMM:
-        every: Array = group.blocking.all_gather(np.ascontiguousarray(rows))
+        if isinstance(rows, np.ndarray):
+            every: Array = blocking.all_gather(np.ascontiguousarray(rows))
+        else:  # the result is to be a device's own array, too
+            every = maker_of(rows)((group.size, *rows.shape), rows.dtype)
+            blocking.all_gather(rows, out=every)
     probe_received(every)
     return every.reshape(-1, rows.shape[1])
 
 
 def _reduced(rows: Array, group: TensorGroup) -> Array:
     probe_sent(rows)
+    blocking: Any = group.blocking
     with spans.COMM:
-        mine: Array = group.blocking.reduce_scatter(
-            np.ascontiguousarray(rows).reshape(group.size, -1, rows.shape[1])
-        )
+        if isinstance(rows, np.ndarray):
+            mine: Array = blocking.reduce_scatter(
+                np.ascontiguousarray(rows).reshape(group.size, -1, rows.shape[1])
+            )
+        else:
+            mine = maker_of(rows)((len(rows) // group.size, rows.shape[1]), rows.dtype)
+            blocking.reduce_scatter(rows.reshape(group.size, *mine.shape), out=mine)
     probe_received(mine)
     return mine.reshape(-1, rows.shape[1])
 
 
 def vocabulary_embedding(
-    tape: Tape, tokens: Array, table: Parameter, own: tuple[int, int], group: TensorGroup
+    tape: Tape,
+    tokens: Array,
+    table: Parameter,
+    own: tuple[int, int],
+    group: TensorGroup,
+    *,
+    on_device: Any = None,
 ) -> Tensor:
     """Return this rank's rows of the result of `ops.embedding`, with a table divided by the vocabulary.
 
     tokens: (rows,), all of them, on all ranks; table: (own tokens, features), those in [own[0], own[1]). A
-    row has one owner, so the sum over ranks adds zeros to it and has its bits.
+    row has one owner, so the sum over ranks adds zeros to it and has its bits. on_device: a device's ops.
     """
     first, stop = own
     mine = (tokens >= first) & (tokens < stop)
     places = np.where(mine, tokens.astype(np.int64) - first, 0)
+    if on_device is not None:
+        return scatter_rows(tape, on_device.embedding_of_some(tape, places, table, mine), group)
     partial = ops.embedding(tape, places, table)
     return scatter_rows(tape, _kept(tape, partial, mine[:, None]), group)
 
@@ -308,15 +327,48 @@ def vocabulary_cross_entropy(
     return tape.record(loss, backward)
 
 
+def _cross_entropy_on_device(
+    tape: Tape,
+    logits: Tensor,
+    targets: Array,
+    own: tuple[int, int],
+    group: TensorGroup,
+    *,
+    weight: float,
+    vocabulary: int,
+    on_device: Any,
+) -> Tensor:
+    """Return `vocabulary_cross_entropy`; ranks exchange two numbers a row. A target out of range is NaN."""
+    first, stop = own
+    places = np.where((targets >= first) & (targets < stop), targets.astype(np.int64) - first, -1)
+    sums = to_host(on_device.part_sums(logits.data, places))
+    with spans.COMM:
+        every: Array = group.blocking.all_gather(sums)
+    log_sums, picked = every[0]
+    for more_logs, more_picked in every[1:]:
+        log_sums, picked = np.logaddexp(log_sums, more_logs), picked + more_picked
+    log_sums = np.where((targets >= 0) & (targets < vocabulary), log_sums, np.float32(np.nan))
+    loss = np.asarray((log_sums - picked).sum(dtype=np.float64) * weight)
+
+    def backward(dy: Array) -> None:
+        on_device.part_slopes(logits.data, log_sums, places, float(dy) * weight)
+        logits.accumulate(logits.data)
+
+    return tape.record(loss, backward)
+
+
 class PartOfGPT(GPT):
     """Part `part` of `parts` of the model of `config`: its layout and its weights, without a group.
 
     Flat arrays are of `layout`. Raises `UserError` if the model cannot be divided into so many parts.
     """
 
-    def __init__(self, config: GPTConfig, part: int, parts: int, *, recompute: bool = False) -> None:
+    def __init__(
+        self, config: GPTConfig, part: int, parts: int, *, xp: ModuleType = np, recompute: bool = False
+    ) -> None:
         self.shards = TensorShards(config, parts)
-        super().__init__(config, recompute=recompute)
+        super().__init__(config, xp=xp, recompute=recompute)
+        self._on_device: Any = vars(xp).get("operators_of_device")
         self.part = part
         self.layout = self.shards.layout(part)
 
@@ -333,8 +385,10 @@ class ParallelGPT(PartOfGPT):
     view.
     """
 
-    def __init__(self, config: GPTConfig, group: TensorGroup, *, recompute: bool = False) -> None:
-        super().__init__(config, group.rank, group.size, recompute=recompute)
+    def __init__(
+        self, config: GPTConfig, group: TensorGroup, *, xp: ModuleType = np, recompute: bool = False
+    ) -> None:
+        super().__init__(config, group.rank, group.size, xp=xp, recompute=recompute)
         self.group = group
 
     def leaf(self, name: str, parameter: Parameter) -> Parameter:
@@ -359,12 +413,12 @@ class ParallelGPT(PartOfGPT):
 
     def _embed(self, tape: Tape, batch: Batch, *tables: Parameter) -> Tensor:
         tokens, own = batch.inputs.reshape(-1), self.shards.tokens(self.part)
-        embedded = vocabulary_embedding(tape, tokens, tables[0], own, self.group)
+        embedded = vocabulary_embedding(tape, tokens, tables[0], own, self.group, on_device=self._on_device)
         if len(tables) == 1:
             return embedded
         first, stop = span_of(len(tokens), self.part, self.group.size)
         places = batch.offset + np.arange(first, stop) % batch.inputs.shape[1]
-        return ops.add(tape, embedded, ops.embedding(tape, places, tables[1]))
+        return self._ops.add(tape, embedded, self._ops.embedding(tape, places, tables[1]))
 
     def _into(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
         return super()._into(tape, gather_rows(tape, x, self.group), layer)
@@ -382,8 +436,8 @@ class ParallelGPT(PartOfGPT):
         weight, *bias = layer
         y = scatter_rows(tape, self.operators.linear(tape, inner, weight), self.group)
         if bias:
-            y = ops.add_bias(tape, y, bias[0])
-        return ops.add(tape, x, self._dropout(tape, y, batch, site))
+            y = self._ops.add_bias(tape, y, bias[0])
+        return self._ops.add(tape, x, self._dropout(tape, y, batch, site))
 
     def _dropout(self, tape: Tape, x: Tensor, batch: Batch, site: int) -> Tensor:
         """Apply dropout to this rank's rows, with the numbers of their positions in the whole batch."""
@@ -405,5 +459,16 @@ class ParallelGPT(PartOfGPT):
 
     def _loss(self, tape: Tape, logits: Tensor, batch: Batch) -> Tensor:
         assert batch.targets is not None
-        own = self.shards.tokens(self.part)
-        return vocabulary_cross_entropy(tape, logits, batch.targets, own, self.group, weight=batch.weight)
+        own, group, weight = self.shards.tokens(self.part), self.group, batch.weight
+        if self._on_device is not None:
+            return _cross_entropy_on_device(
+                tape,
+                logits,
+                batch.targets,
+                own,
+                group,
+                weight=weight,
+                vocabulary=self.config.vocabulary,
+                on_device=self._on_device,
+            )
+        return vocabulary_cross_entropy(tape, logits, batch.targets, own, group, weight=weight)

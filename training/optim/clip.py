@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.training.autograd.array_module import Array, widened
+from zbmd.training.autograd.array_module import Array, to_host, widened
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 
 Pieces = NDArray[np.float64]
 NORM_BLOCK = 16_384  # elements
+_THREADS, _LANES = 256, 32
+"""Of a block of the kernel `block_squares`, and of a warp."""
 
 
 def _runs(span: slice, size: int) -> Iterator[tuple[int, int, bool]]:
@@ -37,11 +40,32 @@ def pieces_of(grads: Array, span: slice, *, size: int = sys.maxsize) -> Pieces:
     squares of each whole block, and the elements of each other one. size: of the whole, if it is known; its
     last block is then whole, too.
     """
-    found = [np.zeros(0)]
+    found, whole = [np.zeros(0)], list[slice]()
+
+    def close_whole() -> None:
+        if whole:  # they follow each other: only the first and the last run may be less than a block
+            found.append(_block_squares(grads[whole[0].start : whole[-1].stop]))
+            whole.clear()
+
     for start, stop, is_whole in _runs(span, size):
-        values = grads[start - span.start : stop - span.start]
-        found.append(np.array([_squared(values)]) if is_whole else values.astype(np.float64))
+        own = slice(start - span.start, stop - span.start)
+        if is_whole:
+            whole.append(own)
+            continue
+        close_whole()
+        found.append(to_host(grads[own]).astype(np.float64))
+    close_whole()
     return np.concatenate(found)
+
+
+def _block_squares(grads: Array, xp: ModuleType = np) -> Pieces:
+    """Return the sums of squares of the blocks of `grads`, which begins with one."""
+    on_device: Any = grads if square_like(grads) is squared_as_kernel else None
+    if on_device is not None:
+        squares: Pieces = on_device.block_squares().astype(np.float64)
+        return squares
+    starts = range(0, len(grads), NORM_BLOCK)
+    return np.array([_squared(grads[start : start + NORM_BLOCK], xp) for start in starts])
 
 
 def pieces_length(span: slice, *, size: int = sys.maxsize) -> int:
@@ -49,8 +73,51 @@ def pieces_length(span: slice, *, size: int = sys.maxsize) -> int:
     return sum(1 if is_whole else stop - start for start, stop, is_whole in _runs(span, size))
 
 
+def square_like(grads: Array) -> Squared:
+    """Return what adds up a block as is done where `grads` lies."""
+    return squared_as_kernel if hasattr(grads, "block_squares") else squared
+
+
+def squared(block: Array) -> float:
+    """Return the sum of squares of a block as the host adds it up."""
+    return float(np.dot(block, block))
+
+
+def squared_as_kernel(block: Array) -> float:
+    """Return the sum of squares of a float32 block in the order of the kernel `block_squares`.
+
+    With its bits, if the values are bfloat16's: their products are exact.
+    """
+    rows = -(-len(block) // _THREADS)
+    padded = np.zeros((rows, _THREADS), np.float32)
+    padded.reshape(-1)[: len(block)] = block
+    sums = np.zeros(_THREADS, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is seen in the norm
+        for row in np.square(padded):
+            sums += row
+        warps = _warp_sums(sums.reshape(-1, _LANES))
+        return float(_warp_sums(np.pad(warps, (0, _LANES - len(warps)))[np.newaxis])[0])
+
+
+def _warp_sums(lanes: Array) -> Array:
+    """Return the sums of the rows of `lanes`, (warps, 32), as lanes exchange them: by halves."""
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    sums: Array = lanes[:, 0]
+    return sums
+
+
+Squared = Callable[[Array], float]
+"""Adds up the squares of a block that lies in pieces on several ranks."""
+
+
 def squares_from(
-    pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating], *, size: int = sys.maxsize
+    pieces: Sequence[tuple[slice, Pieces]],
+    dtype: np.dtype[np.floating],
+    *,
+    size: int = sys.maxsize,
+    square: Squared = squared,
 ) -> float:
     """Return the sum of squares of the whole gradient, given the pieces of all slices in order.
 
@@ -61,7 +128,7 @@ def squares_from(
     def close_block() -> float:
         block = np.concatenate(open_block).astype(dtype) if open_block else np.zeros(0, dtype)
         open_block.clear()
-        return float(np.dot(block, block))
+        return square(block)
 
     for span, values in pieces:
         if len(values) != pieces_length(span, size=size):
@@ -79,14 +146,16 @@ def squares_from(
     return total + close_block()
 
 
-def norm_of(pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating]) -> float:
+def norm_of(
+    pieces: Sequence[tuple[slice, Pieces]], dtype: np.dtype[np.floating], *, square: Squared = squared
+) -> float:
     """Return the norm of the whole gradient, given the pieces of all slices in order; same bits as
     `global_norm`.
 
     `dtype`: of the computation. Raises `TrainingDiverged` if the norm is not finite, `RemoteProtocolError` if
     pieces have a wrong length.
     """
-    return norm_from(squares_from(pieces, dtype))
+    return norm_from(squares_from(pieces, dtype, square=square))
 
 
 class TrainingDiverged(ZbmdError):
@@ -106,8 +175,8 @@ def global_norm(grads: Array, *, xp: ModuleType) -> float:
 def squares_of(grads: Array, *, xp: ModuleType) -> float:
     """Return the sum of squares of `grads`, as `global_norm` computes it."""
     total = 0.0
-    for start in range(0, len(grads), NORM_BLOCK):
-        total += _squared(grads[start : start + NORM_BLOCK], xp)
+    for value in _block_squares(grads, xp).tolist():
+        total += value
     return total
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.optim import OptimizerConfig
-from zbmd.training.optim.clip import NORM_BLOCK
-from zbmd.training.optim.elementwise import AdamWConfig, LionConfig, SGDConfig, update_blocks
+from zbmd.training.optim.elementwise import AdamWConfig, LionConfig, SGDConfig
 from zbmd.transport.errors import UserError
 
 SPAN: Final = np.dtype([("start", "<i8"), ("stop", "<i8"), ("keep", "<f4"), ("unused", "<f4")])
@@ -26,13 +25,17 @@ def require_kernel(config: OptimizerConfig) -> None:
 
 
 class DeviceOptimizer:
-    """The optimizer of `config` for flat arrays of `layout`. Raises `UserError` without a kernel for it."""
+    """The optimizer of `config` for flat arrays. Raises `UserError` without a kernel for it.
 
-    def __init__(self, config: OptimizerConfig, layout: ParameterLayout, executor: Executor) -> None:
+    blocks: the elements that it updates, and whether their weights decay; see `update_blocks`.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, blocks: Sequence[tuple[slice, bool]], executor: Executor
+    ) -> None:
         require_kernel(config)
         assert isinstance(config, AdamWConfig | LionConfig | SGDConfig)
         self._config, self._executor = config, executor
-        blocks = update_blocks(layout)
         self._spans = np.zeros(len(blocks), SPAN)
         self._spans["start"] = [span.start for span, _ in blocks]
         self._spans["stop"] = [span.stop for span, _ in blocks]
@@ -82,14 +85,3 @@ class DeviceOptimizer:
         correction_1, correction_2 = 1.0 - beta1 ** (step + 1), 1.0 - beta2 ** (step + 1)
         root = math.sqrt(correction_2)
         return [*numbers, learning_rate * root / correction_1, config.epsilon * root]
-
-
-def squares_on_device(grads: DeviceArray, executor: Executor) -> float:
-    """Return the sum of squares of a flat gradient, in blocks as `global_norm`; waits for the device."""
-    blocks = -(-grads.size // NORM_BLOCK)
-    squares = executor.empty(blocks, np.float32)
-    executor.launch(f"block_squares_{grads.kind}", blocks, Out(squares), grads, np.uint64(grads.size))
-    total = 0.0
-    for value in squares.get().tolist():
-        total += value
-    return total

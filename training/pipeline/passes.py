@@ -413,7 +413,9 @@ class StagePasses:
         """Return the input of a part: from its slot, or from another part of this stage."""
         if slot is None:
             return self._made.pop(message)
-        return self._rings.slot(Boundary(message.gradient, message.part), slot)
+        came = self._rings.slot(Boundary(message.gradient, message.part), slot)
+        placed: Array = self._own.every[message.part].model.xp.asarray(came)
+        return placed
 
 
 def _moved(span: slice, start: int) -> slice:

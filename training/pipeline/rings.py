@@ -18,7 +18,7 @@ import numpy as np
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.pipeline.program import Boundary, Shape, StageProgram, boundary_of, slots_of
 from zbmd.training.pipeline.schedules import activations_max, programs_of
@@ -218,7 +218,7 @@ class StageRings:
         """Start to put `array`, which must not change until `drain`."""
         self._transfers = [transfer for transfer in self._transfers if not transfer.done]
         transfer = self._regions[boundary_of(put.message)].put(
-            np.ascontiguousarray(array, self._traffic.dtype),
+            np.ascontiguousarray(to_host(array), self._traffic.dtype),
             put.slot * self._traffic.nbytes,
             channel=self._channel + put.what.value,
             value=self._value(put.count),

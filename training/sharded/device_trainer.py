@@ -1,4 +1,4 @@
-"""Train on a GPU: each rank along `dp` holds the whole state on its device, and a copy in host memory.
+"""Train on a GPU: each rank holds its state, whole or sharded, on its device, and a copy in host memory.
 
 The device computes passes, sums of shards, norm and update. A new version of the state is copied to its slot
 in host memory, where digests, redundancy and checkpoints read it as they do any rank's, and where it outlives
@@ -7,20 +7,44 @@ the process. A view begins with a copy back from the slot in use, whoever filled
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, to_host
-from zbmd.training.job.mesh import MeshGroups
+from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, MeshGroups
 from zbmd.training.job.step_order import Computed
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
-from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite, norm_from
-from zbmd.training.optim.on_device import DeviceOptimizer, squares_on_device
+from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite, squared_as_kernel
+from zbmd.training.optim.elementwise import update_blocks
+from zbmd.training.optim.on_device import DeviceOptimizer
 from zbmd.training.sharded.replicated import ReplicatedTrainer
+from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.zero.layout import Accountant
+from zbmd.training.zero.on_device import DeviceZeroRank
+from zbmd.training.zero.options import WEIGHTS_STAGE
+from zbmd.training.zero.rank import ZeroRank
+from zbmd.transport.memory.arena import Arena
+
+
+async def connect_devices(groups: MeshGroups, executor: Executor) -> str:
+    """Have GPUs of one host read each other's memory, in the groups that exchange gradients and weights.
+
+    Where they cannot, arrays pass through page-locked memory of the host. Returns which, and why. All ranks
+    together.
+    """
+    axes = (TENSOR_AXIS, groups.mesh.sharded_axis, DATA_AXIS, DATA_AXIS)
+    found = zip(axes, (groups.tensor, groups.sharding, groups.replicas, groups.data), strict=True)
+    every = {id(group): (axis, group) for axis, group in found if group is not None and group.size > 1}
+    told: list[str] = []
+    for axis, group in every.values():
+        paths = await group.connect_devices(cast(Any, executor.empty(1, np.float32)))
+        told.append(f"{axis}: {'direct' if paths.direct else 'through the host'}, {paths.reason}")
+    return "; ".join(told)
 
 
 class DeviceTrainer(ReplicatedTrainer):
@@ -43,7 +67,7 @@ class DeviceTrainer(ReplicatedTrainer):
         run, config = self.executor, self.recipe.config
         if not self._held:
             self._held = [run.empty(self.own.layout.size, np.float32) for _ in self._arrays]
-            self._device_optimizer = DeviceOptimizer(config.optimizer, self.own.layout, run)
+            self._device_optimizer = DeviceOptimizer(config.optimizer, update_blocks(self.own.layout), run)
         for name, array in zip(self._arrays, self._held, strict=True):
             run.upload(getattr(self.state, name), array)
         run.copy(self._device(self.params), self._held[0])
@@ -54,10 +78,6 @@ class DeviceTrainer(ReplicatedTrainer):
     def held_out_loss(self, *, windows_max: int) -> float:
         """See `Trainer`: with the weights as the device has them, rounded."""
         return self.part.held_out_loss(self.recipe, self.params, self.groups, windows_max=windows_max)
-
-    def _norm(self) -> float:
-        with spans.GRAD_CLIP:
-            return norm_from(squares_on_device(self._device(self._total), self.executor))
 
     def _named(self, error: TrainingDiverged) -> TrainingDiverged:
         partials = [to_host(self._buffers[place]) for place in self._plan.partials.values()]
@@ -85,3 +105,45 @@ class DeviceTrainer(ReplicatedTrainer):
 
     def _end_step(self) -> None:
         """Do nothing: the update has rounded the weights."""
+
+
+class DeviceZeroTrainer(ZeroTrainer):
+    """A `ZeroTrainer` whose model is one of `executor`'s array module; weights are bf16 there.
+
+    Gradients are scattered and weights gathered between devices where the group's are connected, and through
+    page-locked memory of the host otherwise.
+    """
+
+    _squared = staticmethod(squared_as_kernel)
+
+    def __init__(
+        self, recipe: Recipe, groups: MeshGroups, *given: Any, executor: Executor, **more: Any
+    ) -> None:
+        self.executor = executor
+        super().__init__(recipe, groups, *given, **more)
+
+    def _accountant(self, arena: Arena) -> Accountant:
+        run = self.executor
+        return Accountant(
+            lambda size, dtype: cast(Array, run.empty(size, dtype)),
+            lambda size, dtype: cast(Array, run.zeros(size, dtype)),
+            arena.lazy_zeros,
+            arena.lazy_empty,
+            ready=arena.ready,
+        )
+
+    def _rank_of(self, *arguments: Any, **given: Any) -> ZeroRank:
+        return DeviceZeroRank(*arguments, executor=self.executor, **given)
+
+    def _evaluated(self) -> Iterator[tuple[int, Array]]:
+        own, is_sharded = self.own, self.options.stage == WEIGHTS_STAGE
+        for number in range(len(own.shards.units)):
+            whole = own.room(number)
+            if is_sharded:
+                self._gather_all(own.part(number), whole)
+            yield number, whole
+            if is_sharded:
+                own.release(number)
+
+    def _named(self, error: TrainingDiverged) -> TrainingDiverged:
+        return TrainingDiverged(f"step {self.step}: {error} Found: {self._known_of_attempt()}.")

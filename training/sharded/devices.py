@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from zbmd.actors.rank.environment import RankEnvironment
-from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.config import GPTConfig
-from zbmd.training.job.mesh import DATA_AXIS, Mesh
-from zbmd.training.model.gpt import parameter_shapes
+from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, Mesh
 from zbmd.training.ops.cuda.executor import (
     CompileSource,
     Executor,
@@ -26,9 +24,12 @@ from zbmd.training.ops.cuda.executor import (
 from zbmd.training.ops.cuda.operators import DEPTH_MOST, DEPTHS
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.on_device import require_kernel
+from zbmd.training.sharded.activations import activations_needed
 from zbmd.training.sharded.options import TrainOptions
-from zbmd.training.step.memory_estimate import activation_bytes
+from zbmd.training.sharded.stages import elements_most, shard_layouts
 from zbmd.training.step.reduction import buffers_most
+from zbmd.training.zero.machine import REDUCING_MAX
+from zbmd.training.zero.options import WEIGHTS_STAGE
 from zbmd.transport.cuda.api import CudaApi
 from zbmd.transport.cuda.runtime import runtime_of_device, visible_devices
 from zbmd.transport.errors import UserError
@@ -71,29 +72,46 @@ def why_not(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> str:
     depth = config.width // config.heads
     if options.precision != "bfloat16":
         return "the kernels compute in bfloat16: give --precision bf16"
-    if options.zero or mesh.world_size != mesh.size(DATA_AXIS):
-        return "GPUs train along dp, each with the whole state: omit --zero, fsdp, pp and tp"
     if options.offload or options.actors or options.plain or options.balance:
         return "omit --offload, --actors, --plain and --balance"
     if depth not in DEPTHS:
         fitting = [str(config.width // one) for one in DEPTHS if config.width % one == 0]
         choose = f"--heads {' or '.join(fitting)}" if fitting else "a --width that is a multiple of 64"
         return f"attention has kernels for heads of 64 and 128 features, not {depth}: choose {choose}"
-    if config.vocabulary % 8:
-        return f"products need a vocabulary that is a multiple of 8, not {config.vocabulary}"
+    if config.vocabulary % (8 * mesh.size(TENSOR_AXIS)):
+        each = "" if mesh.size(TENSOR_AXIS) == 1 else f" on each of {mesh.size(TENSOR_AXIS)} ranks along tp"
+        return f"products need a vocabulary that is a multiple of 8{each}, not {config.vocabulary}"
     return ""
 
 
 def device_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> tuple[int, int, int]:
     """Return the bytes that a rank needs on its GPU: of state, gradients and activations."""
-    training, elements = options.training, ParameterLayout.of(parameter_shapes(config)).size
+    found = _sharded_bytes if options.zero else _whole_bytes
+    state, gradients = found(options, config, mesh)
+    largest = 4 * max(config.vocabulary, 4 * config.width) * config.width // mesh.size(TENSOR_AXIS)
+    return state, gradients, activations_needed(options, config, mesh) // 2 + largest
+
+
+def _whole_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> tuple[int, int]:
+    """Return the bytes of state and gradients of a rank that stands for others along `dp`."""
+    training, elements = options.training, elements_most(config, mesh, options.stages)
     sizes = range(1, mesh.size(DATA_AXIS) + 1)
-    gradients = buffers_most(training.shards, sizes) + int(mesh.world_size > 1) + options.spare_gradients
-    state = elements * (4 * len(arrays_of(training.optimizer)) + 2)
-    rows = training.sequences_per_shard * config.context
-    wide = activation_bytes(config, rows=rows, recompute=options.recompute)
-    largest = 4 * max(config.vocabulary, 4 * config.width) * config.width
-    return state, 2 * elements * gradients, wide // 2 + largest
+    buffers = buffers_most(training.shards, sizes) + int(mesh.size(DATA_AXIS) > 1) + options.spare_gradients
+    return elements * (4 * len(arrays_of(training.optimizer)) + 2), 2 * elements * buffers
+
+
+def _sharded_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> tuple[int, int]:
+    """Return the same of a rank whose state is sharded; its largest units are whole for a while."""
+    training, ranks = options.training, mesh.size(mesh.sharded_axis)
+    buffers = buffers_most(training.shards, [mesh.data_ranks]) + REDUCING_MAX
+    states, gradients = [0], [0]
+    for shards in shard_layouts(config, mesh, options.stages):
+        shard, unit = shards.shard_size, ranks * max(one.part for one in shards.units)
+        whole = options.zero < WEIGHTS_STAGE
+        weights = ranks * shard if whole else shard + unit * (1 + options.prefetch)
+        states.append(4 * len(arrays_of(training.optimizer)) * shard + 2 * weights)
+        gradients.append(2 * ((ranks * shard if options.zero == 1 else shard) + buffers * unit))
+    return max(states), max(gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

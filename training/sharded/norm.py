@@ -12,10 +12,18 @@ import numpy as np
 
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
-from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.tensor_parallel import cut_of
-from zbmd.training.optim.clip import global_norm, norm_from, norm_of, pieces_length, pieces_of, squares_of
+from zbmd.training.optim.clip import (
+    global_norm,
+    norm_from,
+    norm_of,
+    pieces_length,
+    pieces_of,
+    square_like,
+    squares_of,
+)
 from zbmd.training.optim.mixed_precision import computing_dtype
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.step.reduction import gather_rows
@@ -32,7 +40,8 @@ def relayed_loss(own: OwnParts, weights: Array, batch: Batch, pipeline: Group | 
     came: Array | None = None
     for number, part in own.parts.items():
         if number and pipeline is not None:
-            came = pipeline.blocking.recv((number - 1) % own.stages, tag=RELAY_TAG).array
+            message = pipeline.blocking.recv((number - 1) % own.stages, tag=RELAY_TAG)
+            came = part.model.xp.asarray(message.array)
         made = part.evaluate(weights[own.spans[number]], batch, came)
         if part.is_last:
             return float(made)
@@ -40,7 +49,7 @@ def relayed_loss(own: OwnParts, weights: Array, batch: Batch, pipeline: Group | 
             came = made
             continue
         behind = (number + 1) % own.stages
-        pipeline.blocking.send(np.ascontiguousarray(made), behind, tag=RELAY_TAG)
+        pipeline.blocking.send(np.ascontiguousarray(to_host(made)), behind, tag=RELAY_TAG)
     return None
 
 
@@ -59,7 +68,8 @@ def mesh_norm(total: Array, own: OwnParts, *, pipeline: Group | None, tensor: Gr
         _by_part(gather_rows(pipeline, np.concatenate(pieces)), lengths),
         computing_dtype(total.dtype),
     )
-    return norm_of([(part.span, found[number]) for number, part in enumerate(own.every)], dtype)
+    told = [(part.span, found[number]) for number, part in enumerate(own.every)]
+    return norm_of(told, dtype, square=square_like(total))
 
 
 def _by_parameters(total: Array, own: OwnParts, pipeline: Group | None, tensor: Group) -> float:

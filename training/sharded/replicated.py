@@ -29,7 +29,7 @@ from zbmd.training.redundancy.cut_events import Resharding, Span
 from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import PagedUpdate, StateFile
 from zbmd.training.sharded.norm import mesh_norm
-from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView
+from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView, activations_dtype
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, SLOTS, Stages, state_elements
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.step.non_finite import bad_gradient, bad_weights, describe_first_non_finite
@@ -96,7 +96,7 @@ class ReplicatedTrainer(MeshTrainer):
             self.own,
             stages,
             self._buffers,
-            dtype=self.state_dtype,
+            dtype=activations_dtype(recipe.model, self.state_dtype),
             shrinks=largest is not None,
             rings=rings,
         )

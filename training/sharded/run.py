@@ -35,12 +35,11 @@ from zbmd.training.model.hugging_face import load_gpt2
 from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
 from zbmd.training.optim.mixed_precision import storage_dtype
-from zbmd.training.pipeline.program import Shape
-from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.redundancy.buddy import COPIES
 from zbmd.training.redundancy.state_file import require_folder
 from zbmd.training.run.ledger import LOG_NAME, begin_log, has_log
 from zbmd.training.run.plain import PlainTrainer
+from zbmd.training.sharded.activations import activations_needed
 from zbmd.training.sharded.devices import open_device
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.redundancy import NONE, arena_bytes, has_replicas, redundancy_of, unused_bytes
@@ -63,7 +62,6 @@ from zbmd.training.sharded.task import (
 )
 from zbmd.training.step.memory_estimate import (
     RankMemory,
-    activation_bytes,
     require_memory,
     too_large,
 )
@@ -170,23 +168,10 @@ def _check_memory(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> None:
     launched, needed = JobEnvironment.read_job(os.environ), _bytes_needed(options, mesh, config)
     if launched is None and options.resume is None and holders_of(options.out):
         return  # a snapshot process has most of it
-    stages, training = options.stages, options.training
     code = code_of_run(options, config, mesh, shrinks=_fewest(options, mesh) < mesh.world_size)
-    microbatches = -(-training.shards // mesh.data_ranks)
-    shape = Shape(stages=mesh.size(PIPELINE_AXIS), chunks=stages.chunks, microbatches=microbatches)
-    held = schedule_named(stages.schedule).activations_max(shape, 0)
-    if options.zero and shape.stages == 1:  # all wait at each unit
-        held = microbatches
     needs = RankMemory(
         state_bytes=needed.arena + needed.inbox - unused_bytes(code, mesh),
-        activation_bytes=activation_bytes(
-            config,
-            rows=training.sequences_per_shard * config.context,
-            passes=min(held, microbatches * stages.chunks),
-            blocks=max(1, config.layers // (shape.stages * shape.chunks)),
-            tensor_ranks=mesh.size(TENSOR_AXIS),
-            recompute=options.recompute,
-        ),
+        activation_bytes=activations_needed(options, config, mesh),
     )
     ranks = mesh.world_size if launched is None else launched.ranks_per_host
     smaller = "Choose smaller --width, --layers, --context or --sequences-per-shard, fewer ranks of this host"

@@ -10,6 +10,7 @@ import numpy as np
 from zbmd.collectives.algorithms.shard_tree import Assignment
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.job.mesh import TENSOR_AXIS, MeshGroups
+from zbmd.training.model.gpt import GPT
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.pipeline.passes import StagePasses
 from zbmd.training.pipeline.program import Op, StageProgram
@@ -22,6 +23,13 @@ from zbmd.training.step.reduction import AccumulationPlan
 
 COSTS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.INPUT_GRADIENT: 2, Op.WEIGHT_GRADIENT: 3}
 """The rows in which ranks tell what these take."""
+
+
+def activations_dtype(model: GPT, dtype: np.dtype[np.floating]) -> np.dtype[np.floating]:
+    """Return the dtype of what passes between units: that of a device's ops, otherwise `dtype`."""
+    of_device = vars(model.xp).get("operators_of_device")
+    found: np.dtype[np.floating] = dtype if of_device is None else of_device.dtype
+    return found
 
 
 @dataclass(slots=True)

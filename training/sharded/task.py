@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.config import GPTConfig
 from zbmd.training.data.corpus import Corpus
-from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, Mesh, MeshGroups
+from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model.gpt import GPT
@@ -36,7 +38,7 @@ from zbmd.training.redundancy.coded.machine import Code
 from zbmd.training.redundancy.stamped import StampedSlots, StateName, kept_slots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import report_result
-from zbmd.training.sharded.device_trainer import DeviceTrainer
+from zbmd.training.sharded.device_trainer import DeviceTrainer, DeviceZeroTrainer, connect_devices
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.redundancy import code_of, redundancy_of
 from zbmd.training.sharded.replicated import ReplicatedTrainer
@@ -139,6 +141,8 @@ class EngineTask(Task[TrainResult]):
         self._worker, self._again, self._fewest = worker, again, fewest
         self._executor, self._counted = executor, (0, 0)
         """The executor that computes in the place of numpy; its launches and kernels after the last step."""
+        self._paths = ""
+        """How devices reach each other in the last view."""
         self._shrinks = fewest < mesh.world_size
         self.resizes = self._shrinks and options.recuts(mesh)
         self._stages, self._rings = options.stages, RingRoom()
@@ -162,7 +166,17 @@ class EngineTask(Task[TrainResult]):
         return self.mesh.among(ranks)
 
     async def groups(self, world: Group) -> MeshGroups:
-        """See `Task`. A state that is sharded over the whole world needs no other group."""
+        """See `Task`. GPUs that reach each other exchange arrays directly from then on."""
+        made = await self._groups_of(world)
+        if self._executor is not None:
+            paths, before = await connect_devices(made, self._executor), self._paths
+            if paths != before and world.rank == 0:
+                print(f"between devices: {paths}", file=sys.stderr, flush=True)
+            self._paths = paths
+        return made
+
+    async def _groups_of(self, world: Group) -> MeshGroups:
+        """Return the groups; a state that is sharded over the whole world needs no other one."""
         if self._options.zero and self.mesh.size(DATA_AXIS) == self.mesh.world_size:
             return MeshGroups.along_data(world)
         others = self.mesh.world_size // self.mesh.size(DATA_AXIS)
@@ -189,12 +203,13 @@ class EngineTask(Task[TrainResult]):
 
     def trainer(self, groups: MeshGroups) -> Trainer:
         """See `Task`."""
-        options = self._options
+        options, run = self._options, self._executor
         offload = self._file_in(groups.world)
         trainer: MeshTrainer
         if options.zero:
-            trainer = ZeroTrainer(
-                self._recipe(groups.model(self._config, recompute=options.recompute)),
+            zero = ZeroTrainer if run is None else partial(DeviceZeroTrainer, executor=run)
+            trainer = zero(
+                self._recipe(self._model(groups)),
                 groups,
                 options.zero_options,
                 stages=self._stages,
@@ -230,13 +245,16 @@ class EngineTask(Task[TrainResult]):
             rings=self._rings,
             spare=options.spare_gradients,
         )
-        if self._executor is None:
-            model = groups.model(self._config, recompute=options.recompute)
+        model, run = self._model(groups), self._executor
+        if run is None:
             return ReplicatedTrainer(self._recipe(model), groups, **settings)
-        model = GPT(self._config, xp=DeviceModule(self._executor), recompute=options.recompute)
-        if options.graph == "fused":
-            model.whole_step = FusedSteps(model, self._executor, spans=Buckets(model.layout).spans)
-        return DeviceTrainer(self._recipe(model), groups, self._executor, **settings)
+        if options.graph == "fused" and self.mesh.size(PIPELINE_AXIS) * self.mesh.size(TENSOR_AXIS) == 1:
+            model.whole_step = FusedSteps(model, run, spans=Buckets(model.layout).spans)
+        return DeviceTrainer(self._recipe(model), groups, run, **settings)
+
+    def _model(self, groups: MeshGroups) -> GPT:
+        xp = np if self._executor is None else DeviceModule(self._executor)
+        return groups.model(self._config, xp=xp, recompute=self._options.recompute)
 
     def _file_in(self, world: Group) -> Callable[[int], StateFile] | None:
         """Return a maker of this rank's file, or a predecessor's; None without `--offload`."""

@@ -35,12 +35,12 @@ from zbmd.training.model.tensor_parallel import TensorGroup
 from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim import saved_arrays
-from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale
+from zbmd.training.optim.clip import Pieces, Squared, TrainingDiverged, clip_scale, squared
 from zbmd.training.optim.mixed_precision import LossScale, storage_dtype
 from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import captured_machine
-from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView
+from zbmd.training.sharded.stage_of_view import RingRoom, StageOfView, activations_dtype
 from zbmd.training.sharded.stages import FLOAT32, ONE_EACH, Stages
 from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.step.non_finite import NOT_FOUND, describe_first_non_finite, described_losses
@@ -54,6 +54,7 @@ from zbmd.training.zero.rank import PartOfModel, ZeroRank, slot_elements
 from zbmd.training.zero.reduction import ShardedNorm, ShardedReduction
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, PeerLost
+from zbmd.transport.memory.arena import Arena
 from zbmd.transport.native._native import now_ns
 
 STEP_LOST: Final = (PeerLost, OperationAborted, DeadlineExceeded)
@@ -93,9 +94,7 @@ class ZeroTrainer(MeshTrainer):
         self.options, self._spare = options, spare
         config, worker, mesh = recipe.config, groups.worker, groups.mesh
         arena = worker.segment.arena
-        self.memory = Accountant(
-            arena.empty, arena.zeros, arena.lazy_zeros, arena.lazy_empty, ready=arena.ready
-        )
+        self.memory = self._accountant(arena)
         self._reduction = ShardedReduction(groups, config.shards)
         shards = shards_of(self.part.own, mesh.size(mesh.sharded_axis))
         elements = slot_elements(shards, config.optimizer, storage_dtype(options.storage))
@@ -104,7 +103,7 @@ class ZeroTrainer(MeshTrainer):
         self._buffers: list[Array] = []
         """Gradients of the passes that are under way."""
         self._stage = self._stage_of_view(stages, rings, shrinks=shrinks)
-        self.own = ZeroRank(
+        self.own = self._rank_of(
             recipe.model,
             shards,
             self._reduction.sums,
@@ -136,12 +135,22 @@ class ZeroTrainer(MeshTrainer):
         """Of all ranks' gradients, of the last attempt."""
         self._divide()
 
+    _squared: Squared = staticmethod(squared)
+    """Adds up blocks of the norm that several ranks hold."""
+
+    def _accountant(self, arena: Arena) -> Accountant:
+        return Accountant(arena.empty, arena.zeros, arena.lazy_zeros, arena.lazy_empty, ready=arena.ready)
+
+    def _rank_of(self, *arguments: Any, **given: Any) -> ZeroRank:
+        return ZeroRank(*arguments, **given)
+
     def _divide(self, assignment: Assignment = ()) -> None:
         super()._divide(assignment)
         groups, parts = self.groups, self.part.own
         self._reduction = ShardedReduction(groups, self.row.shards, assignment)
         self.own.divide(self._reduction.sums)
-        self._norms = ShardedNorm(groups.mesh, self.recipe.model, [part.layers for part in parts.every])
+        layers = [part.layers for part in parts.every]
+        self._norms = ShardedNorm(groups.mesh, self.recipe.model, layers, square=self._squared)
         if self._stage is not None:
             self._stage.enter(groups, self._reduction.sums.plan(self.own.rank))
 
@@ -156,7 +165,8 @@ class ZeroTrainer(MeshTrainer):
         own, buffers = self.part.own, self._buffers
         if is_by_layers(own):
             return None
-        return StageOfView(self.recipe, own, stages, buffers, dtype=FLOAT32, shrinks=shrinks, rings=rings)
+        dtype = activations_dtype(self.recipe.model, FLOAT32)
+        return StageOfView(self.recipe, own, stages, buffers, dtype=dtype, shrinks=shrinks, rings=rings)
 
     def _sharded_part(self) -> PartOfModel:
         part, seed = self.part, self.recipe.config.seed
@@ -461,12 +471,16 @@ class ZeroTrainer(MeshTrainer):
             self._gather_all(np.ascontiguousarray(flat[unit.in_shard]), whole)
             yield number, whole
 
+    def _evaluated(self) -> Iterator[tuple[int, Array]]:
+        """Yield each unit with the weights that are evaluated."""
+        return self._wholes(self.own.state.weights)
+
     def held_out_loss(self, *, windows_max: int) -> float:
         """See `Trainer`. Ranks share the windows, and gather the masters of a unit at a time."""
-        recipe, own, masters, data = self.recipe, self.own, self.own.state.weights, self.groups.data
+        recipe, own, data = self.recipe, self.own, self.groups.data
         ranks, place = self.groups.mesh.data_ranks, self.groups.data_place
         if self._stage is not None:
-            ((_, whole),) = self._wholes(masters)
+            ((_, whole),) = self._evaluated()
             weights = whole[: own.shards.layout.size]
             return self.part.held_out_loss(recipe, weights, self.groups, windows_max=windows_max)
         chunks = recipe.evaluation_chunks(windows_max)
@@ -477,7 +491,7 @@ class ZeroTrainer(MeshTrainer):
                 recipe.model.batch(recipe.corpus.windows(chunks[at]), global_batch=len(chunks[at]))
                 for at in mine
             ]
-            for number, whole in self._wholes(masters):
+            for number, whole in self._evaluated():
                 for batch in batches:
                     x = own.passes.evaluate(number, whole, x, batch)
             for at in mine:

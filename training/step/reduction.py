@@ -24,7 +24,7 @@ from zbmd.collectives.algorithms.shard_tree import Assignment, Node, assign_shar
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.group.group import Group
 from zbmd.training.autograd import spans
-from zbmd.training.autograd.array_module import Array, is_narrow, to_host
+from zbmd.training.autograd.array_module import Array, is_narrow, maker_of
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.model.tensor_parallel import TensorGroup
 from zbmd.transport import kill_points as faults
@@ -363,13 +363,18 @@ def _reduce_rounded(
     sums of all ranks, and the slices are gathered.
     """
     ranks, each = sums.ranks, -(-out.size // sums.ranks)
-    sent = np.zeros((sums.width, ranks * each), out.dtype)
-    for row, partial in zip(sent, partials.values(), strict=False):
-        row[: out.size] = to_host(partial)
-    received = np.empty((sums.width, ranks, each), out.dtype)
+    empty, held = maker_of(out), list(partials.values())
+    sent = [empty(ranks * each, out.dtype) for _ in range(sums.width)]
+    received = [empty(ranks * each, out.dtype).reshape(ranks, each) for _ in range(sums.width)]
+    every = empty(ranks * each, out.dtype)
+    for row, partial in zip(sent, held, strict=False):
+        row[: out.size] = partial
+        row[out.size :] = 0
+    for row in sent[len(held) :]:
+        row[:] = 0
     for row, into in zip(sent, received, strict=True):
         communicator.all_to_all(row.reshape(ranks, each), into, deadline_ns=deadline_ns)
-    (total,) = sums.fold(list(received)).values()
-    every = communicator.all_gather(total, deadline_ns=deadline_ns)
-    out[:] = every.reshape(-1)[: out.size]
+    (total,) = sums.fold(received).values()
+    communicator.all_gather(total, every.reshape(ranks, each), deadline_ns=deadline_ns)
+    out[:] = every[: out.size]
     return out

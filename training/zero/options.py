@@ -16,6 +16,8 @@ from zbmd.training.zero.machine import PREFETCH_MAX, REDUCING_MAX
 from zbmd.transport.errors import UserError
 
 STAGES: Final = (1, 2, 3)
+WEIGHTS_STAGE: Final = STAGES[-1]
+"""That which shards weights."""
 ARENA_SLACK: Final = 1.25
 """Holes between arrays that come and go."""
 ARENA_ROOM_BYTES: Final = 8 << 20

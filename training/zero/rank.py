@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -117,8 +117,8 @@ class ZeroRank:
         self.shards, self.rank, self.stage = shards, rank, stage
         self.divide(sums)
         self.memory = Accountant() if memory is None else memory
-        self.losses: dict[int, float] = {}
-        """Of the logical shards of the last forward pass."""
+        self._losses: Mapping[int, Any] = {}
+        """Of the last forward pass; a device may still compute them."""
         self.dtype = storage_dtype(storage)
         self._batches: list[Batch] = []
         self._loss_scale = 1.0
@@ -386,13 +386,18 @@ class ZeroRank:
         """The logical shards that this rank computes, in their order."""
         return tuple(leaf.shard for leaf in self._plan.leaves)
 
+    @property
+    def losses(self) -> dict[int, float]:
+        """Return those of the logical shards of the last forward pass."""
+        return {shard: float(loss) for shard, loss in self._losses.items()}
+
     def begin(self, batches: Sequence[Batch], *, loss_scale: float = 1.0) -> None:
         """Take what is computed in the next step: a batch for each of `leaves`.
 
         Gradients, not losses, are multiplied by `loss_scale`.
         """
         assert len(batches) == len(self._plan.leaves), "a batch a logical shard"
-        self._batches, self.losses, self._loss_scale = list(batches), {}, loss_scale
+        self._batches, self._losses, self._loss_scale = list(batches), {}, loss_scale
         self.passes.begin(self._batches)
 
     def forward(self, unit: int) -> None:
@@ -401,8 +406,8 @@ class ZeroRank:
             return
         made = self.passes.forward(unit, self._whole[unit])
         if unit == len(self.shards.units) - 1:
-            self.losses = {shard: float(loss) for shard, loss in zip(self.leaves, made, strict=True)}
-            self.passes.slopes = [np.full_like(loss, self._loss_scale) for loss in made]
+            self._losses = dict(zip(self.leaves, made, strict=True))
+            self.passes.slopes = [self.model.xp.full_like(loss, self._loss_scale) for loss in made]
 
     def backward(self, unit: int) -> None:
         """Compute `unit` backwards; the partial sums of its gradient are then whole in memory."""
@@ -410,7 +415,7 @@ class ZeroRank:
         size = self.shards.units[unit].size
         self._outgoing[unit] = buffers  # to be dropped, if the passes are cut short
         if self._part.walk is not None:
-            self.losses = dict(self._part.walk(self._whole[unit], buffers, self._batches, self._loss_scale))
+            self._losses = dict(self._part.walk(self._whole[unit], buffers, self._batches, self._loss_scale))
             self._hand_out(unit, buffers)
             return
         for number, leaf in enumerate(self._plan.leaves):

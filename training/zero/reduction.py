@@ -27,7 +27,15 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, MeshGroups
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import PartOfGPT, cut_of
-from zbmd.training.optim.clip import Pieces, norm_from, pieces_length, pieces_of, squares_from
+from zbmd.training.optim.clip import (
+    Pieces,
+    Squared,
+    norm_from,
+    pieces_length,
+    pieces_of,
+    squared,
+    squares_from,
+)
 from zbmd.training.pipeline.part import OwnParts
 from zbmd.training.step.reduction import ShardSum, all_reduce_partials, state_sums
 from zbmd.training.zero.layout import ShardLayout, shards_of
@@ -155,7 +163,8 @@ class ShardedNorm:
     `model` is any rank's part along `tp`. Ranks exchange `pieces`, of which `lengths` are the lengths.
     """
 
-    def __init__(self, mesh: Mesh, model: GPT, cuts: Sequence[range]) -> None:
+    def __init__(self, mesh: Mesh, model: GPT, cuts: Sequence[range], *, square: Squared = squared) -> None:
+        self._square = square
         self._mesh, parts = mesh, mesh.size(TENSOR_AXIS)
         models = [PartOfGPT(model.config, part, parts) for part in range(parts)] if parts > 1 else [model]
         order = {slot.name: index for index, slot in enumerate(model.layout.slots)}
@@ -200,7 +209,7 @@ class ShardedNorm:
             for _, runs in sorted(slices.items()):
                 runs.sort(key=lambda one: one[0].span.start)
                 told = [(run.span, values) for run, values in runs]
-                squares += squares_from(told, _FLOAT32, size=runs[0][0].size)
+                squares += squares_from(told, _FLOAT32, size=runs[0][0].size, square=self._square)
             total += squares
         return norm_from(total)
 

@@ -94,7 +94,7 @@ class UnitPasses:
         parameters, log = self._leaves(unit, weights), Log()
 
         def work(attempt: Attempt) -> Tensor:
-            tape = attempt.tape = Tape(np, recording=False)
+            tape = attempt.tape = Tape(self.model.xp, recording=False)
             with self._recording(log, again=True):
                 return self.model.run_unit(tape, unit, x, parameters, batch)
 
@@ -122,7 +122,7 @@ class UnitPasses:
 
     def _run(self, unit: int, leaf: int, weights: Array, log: Log, attempt: Attempt) -> _Pass:
         x = Tensor(self._passes[unit - 1][leaf].y.data if unit else np.zeros(0))
-        tape, parameters = Tape(np), self._leaves(unit, weights)
+        tape, parameters = Tape(self.model.xp), self._leaves(unit, weights)
         attempt.tape = tape
         y = self.model.run_unit(tape, unit, x, parameters, self._batches[leaf])
         return _Pass(tape, x, y, parameters, log)

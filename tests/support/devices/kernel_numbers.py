@@ -20,6 +20,7 @@ from zbmd.training import ops
 from zbmd.training.autograd.rng import Noise, random_words
 from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.ops.cuda.operators import ACTIVATIONS
+from zbmd.training.optim.clip import squared_as_kernel
 from zbmd.transport.cuda.api import ModuleImage
 
 Array = npt.NDArray[Any]
@@ -138,6 +139,22 @@ def _cross_entropy(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
     logits[:] = (share * _view(launch, 3)[0]).astype(kind)
 
 
+def _part_sums(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
+    values, places = _wide(_rows(_view(launch, 1, kind), launch.arguments[3])), _view(launch, 2, np.int64)
+    most, rows = values.max(axis=1, keepdims=True), np.arange(len(values))
+    logs, picked = _view(launch, 0).reshape(2, -1)
+    logs[:] = most[:, 0] + np.log(np.exp(values - most).sum(axis=1))
+    picked[:] = np.where(places >= 0, values[rows, places], 0.0)
+
+
+def _part_slopes(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
+    logits, places = _rows(_view(launch, 0, kind), launch.arguments[4]), _view(launch, 2, np.int64)
+    share = np.exp(_wide(logits) - _view(launch, 1)[:, None])
+    own = np.flatnonzero(places >= 0)
+    share[own, places[own]] -= 1
+    logits[:] = (share * launch.arguments[3]).astype(kind)
+
+
 def _norm(centred: bool) -> Callable[[ModelLaunch, np.dtype[Any]], None]:
     def run(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
         features, epsilon = launch.arguments[-2:]
@@ -232,7 +249,7 @@ def _dropout(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
 def _block_squares(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
     values, squares = _wide(_view(launch, 1, kind)), _view(launch, 0)
     for number in range(len(squares)):
-        squares[number] = np.square(values[number * 16384 : (number + 1) * 16384]).sum()
+        squares[number] = squared_as_kernel(values[number * 16384 : (number + 1) * 16384])
 
 
 SPAN = np.dtype([("start", "i8"), ("stop", "i8"), ("keep", "f4"), ("unused", "f4")])
@@ -340,6 +357,8 @@ _BY_NAME: dict[str, Callable[[ModelLaunch, np.dtype[Any]], None]] = {
     "embedding": _embedding,
     "embedding_grad": _embedding_grad,
     "cross_entropy": _cross_entropy,
+    "part_sums": _part_sums,
+    "part_slopes": _part_slopes,
     "rms_norm": _norm(False),
     "layer_norm": _norm(True),
     "rms_norm_grad": _norm_grad(False),

@@ -35,6 +35,13 @@ def test_a_wrong_kernel_is_found() -> None:
         engine.gradients(run, MODEL)
 
 
+@pytest.mark.parametrize("case", engine.MESHES, ids=lambda case: case.mesh)
+def test_a_mesh_has_its_bits_although_a_rank_is_killed(case: engine.MeshCase) -> None:
+    """Those of one GPU, where no sum is divided: states in shards, and stages. Ranks share two GPUs."""
+    told = engine.meshes(modelled_gpu.__file__, is_module=False, cases=[case])
+    assert told.endswith("with a rank killed: the weights of undisturbed jobs")
+
+
 def test_a_job_survives_a_kill_on_the_model() -> None:
     told = engine.job(modelled_gpu.__file__, is_module=False, steps=4)
     assert told == "4 steps of two ranks, rank 1 killed at 2: the same weights"

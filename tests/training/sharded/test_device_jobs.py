@@ -21,6 +21,7 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.training.sharded.run import run_plain
+from zbmd.transport import kill_points as faults
 
 MODEL = GPTConfig(width=64, heads=1, layers=1, context=16)
 STEPS = 3
@@ -87,6 +88,20 @@ def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, t
     code, again, lines = _run(_options(tmp_path / "failing", data), 2, restarts=2, environment=failing)
     assert code == 0 and "uncorrectable ECC" in "".join(lines), lines
     assert again["weights_sha256"] == found["weights_sha256"], "in a new process, with a new context"
+
+
+def test_gpus_that_reach_each_other_exchange_directly_also_after_a_death(data: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": 0}
+    code, calm, lines = _run(_options(tmp_path / "alone", data, **given), 1)
+    assert code == 0, lines
+    reaching = {modelled_gpu.SHARES_VARIABLE: "1", faults.FAULT_VARIABLE: "rank1:zero.updated:2"}
+    code, found, lines = _run(
+        _options(tmp_path / "two", data, zero=3, **given), 2, restarts=2, environment=reaching
+    )
+    assert code == 0, lines
+    told = [line for line in lines if "between devices: " in line]
+    assert told and all("dp: direct, 2 ranks on 2 devices" in line for line in told), told
+    assert found["weights_sha256"] == calm["weights_sha256"]
 
 
 def test_a_gpu_that_is_too_small_ends_the_job_before_it_begins(data: Path, tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import Mesh
 from zbmd.training.optim import OPTIMIZERS
 from zbmd.training.sharded import devices
-from zbmd.training.sharded.devices import DeviceChoice, Devices, open_device, open_for_generation
+from zbmd.training.sharded.devices import (
+    DeviceChoice,
+    Devices,
+    device_bytes,
+    open_device,
+    open_for_generation,
+)
 from zbmd.training.sharded.options import TrainOptions
 from zbmd.transport.errors import UserError
 
@@ -64,11 +70,25 @@ def test_ranks_of_a_host_take_gpus_in_turn() -> None:
     assert choice(5, each=8, count=3, device="cuda:2") == (2, 8)
 
 
+def test_meshes_that_gpus_train_on_fit_by_their_shards(host: ModelHost) -> None:
+    """A state of a rank is smaller, the more ranks share it; what does not fit is refused."""
+    wide = replace(MODEL, width=512, heads=8, layers=4)
+    needed = [
+        sum(device_bytes(_changed(zero=zero, model=wide), wide, Mesh.parse(mesh, 4)))
+        for zero, mesh in ((0, "dp=4"), (1, "dp=4"), (2, "dp=4"), (3, "dp=4"))
+    ]
+    assert needed == sorted(needed, reverse=True) and len(set(needed)) == 4
+    small = replace(MODEL, width=128, heads=2, layers=2)
+    for mesh in ("fsdp=4", "dp=2,fsdp=2", "dp=2,pp=2", "fsdp=2,pp=2", "pp=2,tp=2"):
+        assert _open(_changed(mesh=mesh, model=small), mesh=mesh, ranks=4)[0] is not None
+    with pytest.raises(UserError, match="multiple of 8 on each of 2 ranks along tp, not 264"):
+        _open(_changed(model=replace(small, vocabulary=264)), mesh="tp=2", ranks=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"precision": "float32"}, "give --precision bf16"),
-        ({"zero": 2}, "GPUs train along dp.*omit --zero"),
         ({"actors": True}, "omit --offload, --actors"),
         ({"model": replace(MODEL, width=128, heads=4)}, "not 32: choose --heads 2 or 1"),
         ({"model": replace(MODEL, width=32, heads=2)}, "not 16: choose a --width that is a multiple of 64"),

@@ -463,6 +463,12 @@ CHECKS: Final = (
         would="train by zbmd train --device cuda on two ranks, kill one, and compare the weights' bits",
         run=engine.job,
     ),
+    Check(
+        name="engine, meshes",
+        needs=Needs(),
+        would="train along dp, fsdp, pp and tp with a rank killed, and compare the bits with calm jobs",
+        run=engine.meshes,
+    ),
     Check(name="gpt", needs=Needs(), would="compute a GPT's gradients beside the processor's", run=gpt_step),
     Check(
         name="operators",

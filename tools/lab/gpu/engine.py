@@ -6,8 +6,11 @@ Each function takes what it runs on, so that tests run it on a modelled GPU.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +36,8 @@ SMALL: Final = GPTConfig(context=128, width=256, heads=4, layers=2)
 ERROR_MOST: Final = 0.04
 """Of a parameter's gradient, in its norm: activations are bf16."""
 TIMED: Final = 20
-JOB_S_MAX: Final = 200.0
+JOB: Final = "zbmd.training.sharded"
+JOB_S_MAX: Final = 300.0
 STEPS: Final = 20
 
 
@@ -108,24 +112,66 @@ def graph(run: Executor, elements: int = 1 << 20, launches: int = 100) -> str:
     return f"{captured.launches} launches: {alone:.2f} µs each, {replayed_ns:.2f} µs each in a graph"
 
 
-def job(target: str = "zbmd.training.sharded", *, is_module: bool = True, steps: int = STEPS) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshCase:
+    """A mesh that a job trains on while a rank is killed. alike: with the bits of this mesh, undisturbed."""
+
+    mesh: str
+    fault: str
+    zero: int = 0
+    alike: str = "dp=1"
+    heads: int = 1
+    layers: int = 1
+
+
+MESHES: Final = (
+    MeshCase(mesh="dp=2", zero=1, fault="rank1:zero.updated:2"),
+    MeshCase(mesh="dp=2,fsdp=2", zero=3, fault="rank0:zero.norm:2"),
+    MeshCase(mesh="pp=2,fsdp=2", zero=2, fault="rank3:pipeline.compute:12", layers=2),
+    MeshCase(mesh="dp=2,tp=2", fault="rank1:job.begin:2", alike="tp=2", heads=2),
+)
+
+
+def job(target: str = JOB, *, is_module: bool = True, steps: int = STEPS) -> str:
     """Train by `--device cuda` on two ranks, undisturbed, then with a rank killed; compare the bits."""
+    case = MeshCase(mesh="dp=2", fault=f"rank1:job.begin:{steps // 2}", alike="dp=2")
     with tempfile.TemporaryDirectory() as folder:
-        data = write_text(Path(folder) / "text")
-        digests = [
-            _weights(Path(folder) / name, data, target, is_module, steps, fault)
-            for name, fault in (("calm", ""), ("killed", f"rank1:job.begin:{steps // 2}"))
-        ]
-    if digests[0] != digests[1]:
-        raise UserError(f"the weights are {digests[1]} after a kill, and {digests[0]} without it")
+        _compare([case], Path(folder), target, is_module, steps)
     return f"{steps} steps of two ranks, rank 1 killed at {steps // 2}: the same weights"
 
 
-def _weights(out: Path, data: Path, target: str, is_module: bool, steps: int, fault: str) -> str:
+def meshes(
+    target: str = JOB, *, is_module: bool = True, cases: Sequence[MeshCase] = MESHES, steps: int = 3
+) -> str:
+    """Train on each mesh with a rank killed; compare the bits with those of an undisturbed job."""
+    with tempfile.TemporaryDirectory() as folder:
+        _compare(cases, Path(folder), target, is_module, steps)
+    found = ", ".join(f"{case.mesh} (ZeRO {case.zero})" if case.zero else case.mesh for case in cases)
+    return f"{found}, each with a rank killed: the weights of undisturbed jobs"
+
+
+def _compare(cases: Sequence[MeshCase], folder: Path, target: str, is_module: bool, steps: int) -> None:
+    """Raise `UserError` for weights that differ."""
+    data, calm = write_text(folder / "text"), dict[MeshCase, str]()
+    for case in cases:
+        alone = replace(case, mesh=case.alike, zero=0, fault="")
+        if alone not in calm:
+            calm[alone] = _weights(folder / f"calm-{len(calm)}", data, target, is_module, steps, alone)
+        found = _weights(folder / f"{case.mesh}-{case.zero}", data, target, is_module, steps, case)
+        if found != calm[alone]:
+            raise UserError(
+                f"the weights of {case.mesh} are {found} after a kill, and {calm[alone]} without it on "
+                f"{case.alike}"
+            )
+
+
+def _weights(out: Path, data: Path, target: str, is_module: bool, steps: int, case: MeshCase) -> str:
     options = TrainOptions(
         out=out,
         data=str(data),
-        model=GPTConfig(width=64, heads=1, layers=1, context=16),
+        mesh=case.mesh,
+        zero=case.zero,
+        model=GPTConfig(width=64 * case.heads, heads=case.heads, layers=case.layers, context=16),
         training=TrainingConfig(steps=steps, shards=4, sequences_per_shard=1),
         precision="bfloat16",
         device="cuda",
@@ -136,13 +182,13 @@ def _weights(out: Path, data: Path, target: str, is_module: bool, steps: int, fa
         target=target,
         is_module=is_module,
         arguments=(options.encode(),),
-        world_size=2,
+        world_size=math.prod(int(axis.split("=")[1]) for axis in case.mesh.split(",")),
         max_restarts=2,
-        environment={faults.FAULT_VARIABLE: fault},
+        environment={faults.FAULT_VARIABLE: case.fault},
     )
     ended = asyncio.run(ended_within(Host(config, output=output, observer=output), JOB_S_MAX))
     found = [str(one["weights_sha256"]) for one in output.reports if one.get("kind") == "result"]
     deaths = failures_of(ended.failures)
-    if ended.exit_code or not found or len(deaths) != bool(fault):
+    if ended.exit_code or not found or len(deaths) != bool(case.fault):
         raise UserError(f"the job ended with {ended.exit_code}: {' | '.join([*deaths, *output.lines][-6:])}")
     return found[-1]

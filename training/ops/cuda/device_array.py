@@ -50,6 +50,11 @@ class ArrayExecutor(Protocol):
         """Launch a kernel over elements."""
         ...
 
+    @property
+    def launch(self) -> Callable[..., None]:
+        """Launch a kernel with a grid."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Flags:
@@ -60,6 +65,8 @@ class Flags:
 
 
 FLAGS: Final = Flags()
+SQUARES_BLOCK: Final = 16_384
+"""Elements of a block of the kernel `block_squares`."""
 
 
 class Pool:
@@ -144,7 +151,9 @@ class DeviceArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: slice) -> DeviceArray:
+    def __getitem__(self, rows: slice | int) -> DeviceArray:
+        if isinstance(rows, int):
+            return self[rows : rows + 1].reshape(self.shape[1:])
         start, stop, step = rows.indices(self.shape[0])
         if step != 1:
             raise IndexError(f"{rows}: views of device arrays are runs along the first axis")
@@ -194,6 +203,13 @@ class DeviceArray:
     def room(self, dtype: npt.DTypeLike) -> DeviceArray:
         """Return a new array of the same shape with undefined contents."""
         return self.executor.empty(self.shape, dtype)
+
+    def block_squares(self) -> npt.NDArray[np.float32]:
+        """Return the sums of squares of blocks of `SQUARES_BLOCK` elements; waits for the device."""
+        blocks = -(-self.size // SQUARES_BLOCK)
+        squares = self.executor.empty(blocks, np.float32)
+        self.executor.launch(f"block_squares_{self.kind}", blocks, Out(squares), self, np.uint64(self.size))
+        return squares.get()
 
     def get(self) -> npt.NDArray[Any]:
         """Return a copy in host memory, after what the device was asked for so far."""

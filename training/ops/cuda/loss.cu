@@ -31,6 +31,51 @@ KERNEL cross_entropy_bf16(bf16 *logits, float *losses, const i64 *targets, const
     row_loss<bf16>(logits, losses, targets, scale, classes);
 }
 
+// Cross-entropy of logits whose classes are divided over ranks, (rows, classes) here. One block a row:
+// sums[row] = log(sum(exp(logits))), and sums[rows + row] = logits[place], 0 where `places` has -1.
+template <typename T>
+DEVICE void row_sums(float *sums, const T *logits, const i64 *places, int classes) {
+    __shared__ float partial[WARP];
+    u64 row = blockIdx.x;
+    logits += row * classes;
+    float most = __int_as_float(0xff800000);
+    for (int i = threadIdx.x; i < classes; i += blockDim.x) most = larger(to_float(logits[i]), most);
+    most = block_max(most, partial);
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < classes; i += blockDim.x) sum += fast_exp(to_float(logits[i]) - most);
+    sum = block_sum(sum, partial);
+    if (threadIdx.x) return;
+    i64 place = places[row];
+    sums[row] = most + logf(sum);
+    sums[gridDim.x + row] = place >= 0 && place < classes ? to_float(logits[place]) : 0.0f;
+}
+KERNEL part_sums_f32(float *sums, const float *logits, const i64 *places, int classes) {
+    row_sums<float>(sums, logits, places, classes);
+}
+KERNEL part_sums_bf16(float *sums, const bf16 *logits, const i64 *places, int classes) {
+    row_sums<bf16>(sums, logits, places, classes);
+}
+
+// One block a row: the logits become their gradient, factor (softmax - one_hot), in place, given the log of the sum
+// over the classes of all ranks.
+template <typename T>
+DEVICE void row_slopes(T *logits, const float *log_sums, const i64 *places, float factor, int classes) {
+    u64 row = blockIdx.x;
+    logits += row * classes;
+    float log_sum = log_sums[row];
+    i64 place = places[row];
+    for (int i = threadIdx.x; i < classes; i += blockDim.x) {
+        float share = fast_exp(to_float(logits[i]) - log_sum);
+        logits[i] = from_float<T>((share - (i == place ? 1.0f : 0.0f)) * factor);
+    }
+}
+KERNEL part_slopes_f32(float *logits, const float *log_sums, const i64 *places, float factor, int classes) {
+    row_slopes<float>(logits, log_sums, places, factor, classes);
+}
+KERNEL part_slopes_bf16(bf16 *logits, const float *log_sums, const i64 *places, float factor, int classes) {
+    row_slopes<bf16>(logits, log_sums, places, factor, classes);
+}
+
 // One block a row: y (rows, features) = table (vocabulary, features) at tokens. A token outside gives NaN.
 template <typename T> DEVICE void rows_of(T *y, const T *table, const i64 *tokens, int vocabulary, int features) {
     i64 token = tokens[blockIdx.x];

@@ -96,14 +96,21 @@ class CudaOperators:
         y = run.empty((len(places), rows.shape[1]), self.dtype)
         self.embed(y, rows, run.upload(places))
 
-        def backward(dy: Array) -> None:
-            def write(out: Array) -> None:
-                tables = map(run.upload, rows_by_token(places, len(rows)))
-                self.embedding_grad(_on_device(out), _on_device(dy), *tables)
+        return tape.record(_as_data(y), lambda dy: self._add_rows(table, dy, places), table)
 
-            table.receive(write, lasting=True)
-
-        return tape.record(_as_data(y), backward, table)
+    def _add_rows(
+        self,
+        table: Parameter,
+        dy: Array,
+        places: npt.NDArray[np.int64],
+        which: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Hand the table its gradient: of the rows `places`, or of those of them that `which` counts."""
+        order, starts = rows_by_token(places if which is None else places[which], len(table.stored))
+        if which is not None:
+            order = which[order].astype(np.int32)
+        tables = [self.executor.upload(one) for one in (order, starts)]
+        table.receive(lambda out: self.embedding_grad(_on_device(out), _on_device(dy), *tables), lasting=True)
 
     def embed(self, y: DeviceArray, table: DeviceArray, tokens: DeviceArray) -> None:
         """Write the rows `tokens` of the table to `y`."""
@@ -116,6 +123,42 @@ class CudaOperators:
         """Write the gradient of the table of `embedding` to `out`. order, starts: see `rows_by_token`."""
         given = (Out(out), dy, order, starts, i32(dy.shape[1]))
         self.executor.launch(f"embedding_grad_{dy.kind}", len(out), *given)
+
+    def embedding_of_some(
+        self, tape: Tape, places: npt.NDArray[np.int64], table: Parameter, mine: npt.NDArray[np.bool_]
+    ) -> Tensor:
+        """Return the rows `places` of the table where `mine` is set, and zeros elsewhere."""
+        run, rows = self.executor, _on_device(table.stored)
+        whole = run.empty((len(rows) + 1, rows.shape[1]), self.dtype)  # behind the table, a row of zeros
+        whole[: len(rows)] = rows
+        whole[len(rows) :] = 0
+        y = run.empty((len(places), rows.shape[1]), self.dtype)
+        self.embed(y, whole, run.upload(np.where(mine, places, len(rows)).astype(np.int64)))
+        own = np.flatnonzero(mine)
+        return tape.record(_as_data(y), lambda dy: self._add_rows(table, dy, places, own), table)
+
+    def part_sums(self, logits: Array, places: npt.NDArray[np.int64]) -> DeviceArray:
+        """Return, (2, rows), the log of the sum of exponentials of each row, and its logit at `places`.
+
+        Of a row whose place is -1 that is 0.
+        """
+        run, scores = self.executor, _on_device(logits)
+        sums = run.empty((2, len(scores)), np.float32)
+        given = (Out(sums), scores, run.upload(places), i32(scores.shape[1]))
+        run.launch(f"part_sums_{scores.kind}", len(scores), *given)
+        return sums
+
+    def part_slopes(
+        self,
+        logits: Array,
+        log_sums: npt.NDArray[np.float32],
+        places: npt.NDArray[np.int64],
+        factor: float,
+    ) -> None:
+        """Overwrite logits by the gradient of a loss whose classes are divided over ranks."""
+        run, scores = self.executor, _on_device(logits)
+        given = (run.upload(log_sums), run.upload(places), f32(factor), i32(scores.shape[1]))
+        run.launch(f"part_slopes_{scores.kind}", len(scores), Out(scores), *given)
 
     def cross_entropy(self, tape: Tape, logits: Tensor, targets: Array, *, weight: float) -> Tensor:
         """See `ops.cross_entropy`. targets: in host memory. The logits become their gradient, at once."""

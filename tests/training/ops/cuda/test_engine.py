@@ -30,9 +30,9 @@ from zbmd.training.ops.cuda.executor import (
 from zbmd.training.ops.cuda.module import DeviceModule
 from zbmd.training.ops.cuda.table import BY_NAME, compile_source
 from zbmd.training.optim import AdamWConfig, LionConfig, SGDConfig, optimizer_for
-from zbmd.training.optim.clip import global_norm
-from zbmd.training.optim.elementwise import AdamWState
-from zbmd.training.optim.on_device import DeviceOptimizer, squares_on_device
+from zbmd.training.optim.clip import global_norm, squares_of
+from zbmd.training.optim.elementwise import AdamWState, update_blocks
+from zbmd.training.optim.on_device import DeviceOptimizer
 from zbmd.transport.cuda.api import CudaFault, ModuleImage
 from zbmd.transport.errors import UserError
 
@@ -132,13 +132,13 @@ def test_optimizers_on_a_device_have_the_bits_of_numpy(config: Any) -> None:
     count = 3 if isinstance(config, AdamWConfig) else 2
     arrays = [run.upload(one) for one in (old.weights, old.mean, old.square)[:count]]
     narrow, slope = run.empty(layout.size, BF16), run.upload(grads)
-    DeviceOptimizer(config, layout, run).update(
+    DeviceOptimizer(config, update_blocks(layout), run).update(
         arrays, narrow, slope, step=2, learning_rate=0.01, grad_scale=0.5
     )
     for array, wanted in zip(arrays, (new.weights, new.mean, new.square), strict=False):
         np.testing.assert_array_equal(array.get(), wanted)
     np.testing.assert_array_equal(narrow.get().view(np.uint16), new.weights.astype(BF16).view(np.uint16))
-    assert squares_on_device(slope, run) ** 0.5 == pytest.approx(global_norm(grads, xp=np), rel=1e-6)
+    assert squares_of(slope, xp=np) ** 0.5 == pytest.approx(global_norm(grads, xp=np), rel=1e-6)
 
 
 class _Watched(Executor):
@@ -174,8 +174,8 @@ def _launches_of_steps() -> Iterator[tuple[ModelLaunch, list[Any], list[Any]]]:
         _, grads = _gradient(model, run, _weights(model))
         arrays = [run.zeros(model.layout.size, np.float32) for _ in range(3)]
         slope = run.upload(grads)
-        squares_on_device(slope, run)
-        DeviceOptimizer(AdamWConfig(), model.layout, run).update(
+        squares_of(slope, xp=np)
+        DeviceOptimizer(AdamWConfig(), update_blocks(model.layout), run).update(
             arrays, run.empty(grads.size, BF16), slope, step=0, learning_rate=0.01, grad_scale=1.0
         )
         run.copy(run.empty(grads.size, BF16), arrays[0])

@@ -15,7 +15,7 @@ from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.autograd.rng import Noise, Purpose
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.ops.cuda.operators import noise_numbers, rows_by_token
-from zbmd.training.optim.clip import NORM_BLOCK, clip_scale, global_norm
+from zbmd.training.optim.clip import NORM_BLOCK, clip_scale, global_norm, squared_as_kernel
 from zbmd.training.optim.elementwise import (
     SGD,
     AdamW,
@@ -146,6 +146,26 @@ def _run_loss(kind: str, logits: Array, losses: Array, targets: Array, weight: f
     run(f"cross_entropy_{kind}", len(logits), [], logits, losses, targets, fixed([weight]), logits.shape[1])
 
 
+@BOTH
+def test_classes_that_two_ranks_divide_have_the_loss_of_all(kind: str) -> None:
+    logits = np.array(_values((5, 72), kind, seed=1) * 4).astype(_values(1, kind).dtype)
+    targets, weight = np.array([0, 40, 71, 39, 8]), 0.2
+    tape, leaf = Tape(np), Tensor(wide(logits))
+    loss = ops.cross_entropy(tape, leaf, targets, weight=weight)
+    tape.backward(loss)
+    halves = [np.ascontiguousarray(one) for one in (logits[:, :40], logits[:, 40:])]
+    places = [fixed(np.where(targets < 40, targets, -1), "i8"), fixed(np.maximum(targets - 40, -1), "i8")]
+    sums = [empty((2, 5)) for _ in halves]
+    for out, half, at in zip(sums, halves, places, strict=True):
+        run(f"part_sums_{kind}", 5, [out], fixed(half.copy(), kind), at, half.shape[1])
+    logs, picked = np.logaddexp(sums[0][0], sums[1][0]), sums[0][1] + sums[1][1]
+    close(np.asarray((logs - picked).sum() * weight), loss.data, "f32")
+    for half, at in zip(halves, places, strict=True):
+        run(f"part_slopes_{kind}", 5, [], half, fixed(logs), at, weight, half.shape[1])
+    assert leaf.grad is not None
+    close(np.concatenate(halves, axis=1), leaf.grad, kind)
+
+
 def test_a_loss_without_a_number_stays_so() -> None:
     """NaN in a row, and a target that is no class."""
     logits, losses = np.zeros((3, 40), np.float32), np.zeros(3, np.float32)
@@ -240,6 +260,9 @@ def test_the_norm_is_summed_in_blocks(kind: str) -> None:
     squares, out = empty(3), empty(2)
     run(f"block_squares_{kind}", 3, [squares], grads, grads.size)
     run("norm_and_clip", 1, [out], fixed(squares), 3, 2.5)
+    if kind == "bf16":
+        blocks = np.split(wide(grads), [NORM_BLOCK, 2 * NORM_BLOCK])
+        assert squares.array.tolist() == [squared_as_kernel(block) for block in blocks]
     norm = global_norm(wide(grads), xp=np)
     close(out, np.array([norm, clip_scale(norm, limit=2.5)]), "f32")
     for bad in (np.nan, np.inf):

@@ -1,0 +1,60 @@
+"""A rank's shard under ZeRO with weights, gradients, masters and moments on a device.
+
+The slots of the shard stay in host memory, where redundancy, checkpoints and replacements read them. A device
+has its own copy of the slot in use: an update changes that in place, and then copies it to the other slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from zbmd.training.autograd.array_module import Array
+from zbmd.training.ops.cuda.device_array import DeviceArray
+from zbmd.training.ops.cuda.executor import Executor
+from zbmd.training.optim import OptimizerConfig
+from zbmd.training.optim.elementwise import update_blocks
+from zbmd.training.optim.on_device import DeviceOptimizer
+from zbmd.training.zero.rank import ZeroRank
+
+
+class DeviceZeroRank(ZeroRank):
+    """A `ZeroRank` that computes with `executor`; `memory` makes arrays of it, and slots of the host."""
+
+    def __init__(self, *arguments: Any, executor: Executor, optimizer: OptimizerConfig, **given: Any) -> None:
+        self._executor = executor
+        super().__init__(*arguments, optimizer=optimizer, **given)
+        size, blocks = self.shards.shard_size, update_blocks(self.shards.layout)
+        self._arrays = [executor.empty(size, np.float32) for _ in self.arrays]
+        """Masters and moments of the version in use."""
+        self._optimizers = [
+            DeviceOptimizer(optimizer, self._blocks(unit, blocks), executor) for unit in self.shards.units
+        ]
+
+    def round_weights(self) -> None:
+        """Copy the slot in use to the device, and round its weights."""
+        run = self._executor
+        for name, array in zip(self.arrays, self._arrays, strict=True):
+            run.upload(getattr(self.state, name), array)
+        for number, unit in enumerate(self.shards.units):
+            run.copy(_device(self._parts[number]), self._arrays[0][unit.in_shard])
+
+    def _write(self, target: int, *, step: int, learning_rate: float, grad_scale: float) -> None:
+        run = self._executor
+        for number, unit in enumerate(self.shards.units):
+            self._optimizers[number].update(
+                [array[unit.in_shard] for array in self._arrays],
+                _device(self._parts[number]),
+                _device(self._grad_parts[number]),
+                step=step,
+                learning_rate=learning_rate,
+                grad_scale=grad_scale,
+            )
+        into = self._state_in(target)
+        for name, array in zip(self.arrays, self._arrays, strict=True):
+            run.download(array, getattr(into, name))
+
+
+def _device(array: Array) -> DeviceArray:
+    return cast(DeviceArray, array)

@@ -104,10 +104,12 @@ def _multiply(form: str, kind: np.dtype[Any], launch: ModelLaunch) -> None:
         c = c + _view(launch, 6)
     if launch.arguments[8] is not None:
         _view(launch, 8, BF16)[:] = c.reshape(-1).astype(BF16)
-    if launch.arguments[10]:
-        name = ACTIVATIONS[int(launch.arguments[10])]  # type: ignore[arg-type]
+    name = ACTIVATIONS[int(launch.arguments[10])]  # type: ignore[arg-type]
+    if name.endswith("_grad"):
+        c = _sloped(name, c, _wide(_view(launch, 7, BF16)).reshape(m, n))
+    elif name:
         c = getattr(ops, name)(Tape(np), Tensor(c)).data
-    if launch.arguments[7] is not None:
+    if launch.arguments[7] is not None and not name.endswith("_grad"):
         c = c + _wide(_view(launch, 7, BF16)).reshape(m, n)
     _view(launch, 0, kind)[:] = c.reshape(-1).astype(kind)
 
@@ -157,8 +159,12 @@ def _part_slopes(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
 
 def _norm(centred: bool) -> Callable[[ModelLaunch, np.dtype[Any]], None]:
     def run(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
-        features, epsilon = launch.arguments[-2:]
+        features, epsilon, other, _ = launch.arguments[-4:]
         x = _wide(_rows(_view(launch, 2, kind), features))
+        if other is not None:
+            total = _rows(_view(launch, -1, kind), features)
+            total[:] = (x + _wide(_rows(_view(launch, -2, kind), features))).astype(kind)
+            x = _wide(total)
         mean = x.mean(axis=1) if centred else np.zeros(len(x), np.float32)
         square = ((x - mean[:, None]) ** 2).mean(axis=1)
         inverse = np.float32(1) / np.sqrt(square + epsilon)
@@ -184,6 +190,8 @@ def _norm_grad(centred: bool) -> Callable[[ModelLaunch, np.dtype[Any]], None]:
         dx = slope - unit * (slope * unit).mean(axis=1, keepdims=True)
         dx = dx - slope.mean(axis=1, keepdims=True) if centred else dx
         dx = dx * statistics.reshape(-1, 2)[:, 1:]
+        if launch.arguments[6] is not None:
+            dx = dx + _wide(_rows(_view(launch, 6, kind), features))
         _view(launch, 0, kind)[:] = dx.astype(kind).reshape(-1)
 
     return run
@@ -218,13 +226,18 @@ def _activation(name: str) -> Callable[[ModelLaunch, np.dtype[Any]], None]:
 
 def _activation_grad(name: str) -> Callable[[ModelLaunch, np.dtype[Any]], None]:
     def run(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
-        tape, x = Tape(np), Tensor(_wide(_view(launch, 1, kind)))
-        dy = _wide(_view(launch, 0, kind))
-        tape.play(getattr(ops, name)(tape, x), dy)
-        assert x.grad is not None
-        _view(launch, 0, kind)[:] = x.grad.astype(kind)
+        dy, x = _wide(_view(launch, 0, kind)), _wide(_view(launch, 1, kind))
+        _view(launch, 0, kind)[:] = _sloped(name, dy, x).astype(kind)
 
     return run
+
+
+def _sloped(name: str, dy: Array, x: Array) -> Array:
+    """Return the gradient of an activation's input, given that of its output."""
+    tape, source = Tape(np), Tensor(x)
+    tape.play(getattr(ops, name.removesuffix("_grad"))(tape, source), dy)
+    assert source.grad is not None
+    return source.grad
 
 
 def _add(launch: ModelLaunch, kind: np.dtype[Any]) -> None:

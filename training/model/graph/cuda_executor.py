@@ -158,6 +158,8 @@ class CudaGraphRun:
             "layer_norm_grad": CudaGraphRun._norm_grad,
             "matmul": CudaGraphRun._product,
             "product": CudaGraphRun._product,
+            "norm gradient": CudaGraphRun._norm_grad,
+            "residual + norm": CudaGraphRun._residual_norm,
             "rms_norm": lambda run, _, y, rows, x, gain: run._ops.normalise(y, rows, x, gain, None),
             "rms_norm_grad": CudaGraphRun._norm_grad,
             **dict.fromkeys(ACTIVATIONS, CudaGraphRun._activation),
@@ -199,12 +201,32 @@ class CudaGraphRun:
         self._moved(slope, logits)
         self._ops.loss(slope, self.losses, targets, self._inputs.device["scale"])
 
-    def _norm_grad(self, node: Node, dx: DeviceArray, *arrays: DeviceArray) -> None:
-        *sums, dy, x, statistics, gain = arrays
+    def _residual_norm(self, node: Node, *_: Any) -> None:
+        add, norm = node.body
+        x, other, gain, *bias = (self._held[number] for number in (*add.inputs, *norm.inputs[1:]))
+        total, y, rows = (self._kept(number) for number in (*add.outputs, *norm.outputs))
+        self._ops.normalise(y, rows, x, gain, bias[0] if bias else None, other, total)
+
+    def _kept(self, number: int) -> DeviceArray:
+        """Return where a value of a fused node is written, also if nothing reads it there."""
+        found, value = self._held.get(number), self.graph.values[number]
+        dtype = bfloat16() if value.dtype == "bfloat16" else value.dtype
+        return self._run.empty(value.shape, dtype) if found is None else found
+
+    def _norm_grad(self, node: Node, *_: Any) -> None:
+        """Launch the gradient of a norm, and with it the sum with another gradient of its input."""
+        first, *rest = node.body or (node,)
+        dx, others = first.outputs[0], list[DeviceArray]()
+        for add in rest:
+            others = [self._held[number] for number in add.inputs if number != dx]
+            dx = add.outputs[0]
+        sums = [self._held[number] for number in first.outputs[1:]]
+        dy, x, statistics, gain = (self._held[number] for number in first.inputs)
         partial = self._ops.norm_sums(dy, x, statistics, has_bias=len(sums) > 1)
         for out, one in zip(sums, partial, strict=True):
             self._ops.sum_runs(out, one)
-        self._ops.norm_slope(node.op.removesuffix("_grad"), dx, dy, x, statistics, gain)
+        name = first.op.removesuffix("_grad")
+        self._ops.norm_slope(name, self._held[dx], dy, x, statistics, gain, *others)
 
     def _product(self, node: Node, *_: Any) -> None:
         """Launch a product with what follows it, in the kernels' order: bias, activation, residual."""
@@ -217,6 +239,8 @@ class CudaGraphRun:
                 given["before"] = self._held[made] if made in node.outputs else None
             elif one.op == "add_bias":
                 given["bias"] = self._held[one.inputs[1]]
+            elif one.op.removesuffix("_grad") in ACTIVATIONS:
+                given["activation"], given["residual"] = one.op, self._held[one.inputs[1]]
             elif one.op == "add":
                 given["residual"] = self._held[next(n for n in one.inputs if n != made)]
             made = one.outputs[0]

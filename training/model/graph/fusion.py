@@ -19,7 +19,14 @@ from zbmd.training.ops.cuda.operators import DEPTHS
 Target = Literal["numpy", "cuda"]
 NORMS: Final = ("rms_norm", "layer_norm")
 _ATTENTION_GRADIENT: Final = ("mix_grad", "softmax_grad", "scores_grad", "pack")
-_EPILOGUE: Final = {"add_bias": 0, "gelu": 1, "squared_relu": 1, "add": 2, "cast": 3}
+NORM_GRADIENTS: Final = tuple(f"{name}_grad" for name in NORMS)
+_SLOPES: Final = tuple(f"{name}_grad" for name in ACTIVATIONS)
+_EPILOGUE: Final = {
+    "add_bias": 0,
+    **dict.fromkeys(ACTIVATIONS, 1),
+    **dict.fromkeys(("add", *_SLOPES), 2),
+    "cast": 3,
+}
 """Ops that the kernels of products apply before they store, in their order."""
 
 
@@ -54,6 +61,7 @@ def fuse(graph: Graph, *, target: Target) -> Fused:
         _loss,
         _epilogues,
         _residual_norms,
+        _norm_gradients,
         _chains,
         _norm_products,
     )
@@ -86,7 +94,7 @@ class _Pass:
         self._kept = set(self.graph.outputs.values())
         self.grouped: dict[int, int] = {}
         """The group of each position that is in one."""
-        self._groups: list[tuple[list[int], Node]] = []
+        self._groups: list[tuple[int, Node]] = []
 
     def readers(self, value: int) -> list[int]:
         """Return the positions that read `value`."""
@@ -102,16 +110,26 @@ class _Pass:
         return self.made_at.get(value)
 
     def group(
-        self, kind: str, places: Sequence[int], reason: str, *, op: str = "", extra: Node | None = None
+        self,
+        kind: str,
+        places: Sequence[int],
+        reason: str,
+        *,
+        op: str = "",
+        extra: Node | None = None,
+        at_first: bool = False,
     ) -> bool:
-        """Fuse the nodes at `places`; return whether that is possible. extra: the node to put there."""
+        """Fuse the nodes at `places`; return whether that is possible. extra: the node to put there.
+
+        at_first: all that they read is written before the first of them, so that it can be put there.
+        """
         places = sorted(places)
         body = tuple(self.nodes[place] for place in places)
         made = {number for node in body for number in node.outputs}
         outside = {n: set(self.readers(n)) - set(places) for n in made}
         outputs = [n for n, readers in outside.items() if n in self._kept or readers]
         is_early = any(reader < places[-1] for readers in outside.values() for reader in readers)
-        if is_early or any(place in self.grouped for place in places):
+        if (is_early and not at_first) or any(place in self.grouped for place in places):
             return False
         inputs = dict.fromkeys(n for node in body for n in node.inputs if n not in made)
         last = body[-1]
@@ -126,7 +144,7 @@ class _Pass:
         )
         for place in places:
             self.grouped[place] = len(self._groups)
-        self._groups.append((places, fused))
+        self._groups.append((places[0] if at_first else places[-1], fused))
         saved = self.graph.traffic(body) - self.graph.traffic([fused])
         self.decide(kind, body, reason, is_fused=True, saved=saved)
         return True
@@ -149,12 +167,12 @@ class _Pass:
         )
 
     def apply(self) -> None:
-        """Put each fused node in the place of the last of its group."""
-        last = {places[-1]: fused for places, fused in self._groups}
+        """Put each fused node in its place, and leave out what it stands for."""
+        fused_at = dict(self._groups)
         kept: list[Node] = []
         for place, node in enumerate(self.nodes):
-            if place in last:
-                kept.append(last[place])
+            if place in fused_at:
+                kept.append(fused_at[place])
             elif place not in self.grouped:
                 kept.append(node)
         self.work.nodes = kept
@@ -325,8 +343,12 @@ def _not_covered(walk: _Pass, before: Node, node: Node, rank: int) -> str:
         return f"no epilogue of the products has {node.op}"
     if _EPILOGUE[node.op] <= rank:
         return f"the epilogue has no {node.op} after {before.op}"
-    if node.op == "add":
+    if node.op in ("add", *_SLOPES):
         other = next((n for n in node.inputs if n not in before.outputs), node.inputs[0])
+        if node.op in _SLOPES and rank >= 0:
+            return "the epilogue multiplies a product alone by a slope"
+        if node.op in _SLOPES and node.inputs[0] not in before.outputs:
+            return "the product is what the activation was given"
         if walk.values[other].dtype != "bfloat16":
             return "the epilogue adds rows of bfloat16 only"
     return ""
@@ -343,10 +365,28 @@ def _residual_norms(walk: _Pass) -> None:
         nodes = [walk.nodes[before], node]
         if walk.nodes[before].op != "add":
             walk.decide("residual + norm", nodes, "a row is whole only after all tiles of its product")
-        elif walk.target == "cuda":
-            walk.decide("residual + norm", nodes, "no kernel adds and normalises")
+        elif {walk.values[number].dtype for number in nodes[0].inputs} != {"bfloat16"} and (
+            walk.target == "cuda"
+        ):
+            walk.decide("residual + norm", nodes, "the kernels add rows of bfloat16 only")
         else:
             walk.group("residual + norm", (before, place), "the row is read once")
+
+
+def _norm_gradients(walk: _Pass) -> None:
+    """Add the gradient that comes along the residual path to that of a norm, before it is stored."""
+    for place, node in enumerate(walk.nodes):
+        if node.op not in NORM_GRADIENTS:
+            continue
+        added = walk.only_reader(node.outputs[0])
+        if added is None or walk.nodes[added].op != "add" or walk.target == "numpy":
+            continue
+        nodes = [node, walk.nodes[added]]
+        (other,) = (number for number in nodes[1].inputs if number != node.outputs[0])
+        if walk.values[other].dtype != "bfloat16":
+            walk.decide("norm gradient", nodes, "the kernels add rows of bfloat16 only")
+        elif (walk.maker(other) or 0) < place:
+            walk.group("norm gradient", (place, added), "the sum is stored, rounded once", at_first=True)
 
 
 def _chains(walk: _Pass) -> None:

@@ -126,8 +126,9 @@ class FusedSteps:
                 shape.run.launch(piece.nodes)
             if number == len(pieces) - 1:
                 self._run.copy(losses, shape.run.losses)
-            for parameter in piece.parameters if on_grad_ready is not None else ():
-                on_grad_ready(parameter)
+            if on_grad_ready is not None:
+                for parameter in piece.parameters:
+                    on_grad_ready(parameter)
         shape.has_run = True
 
     def _captured(

@@ -43,6 +43,19 @@ DEVICE float exp2_approx(float x) {
 }
 DEVICE float fast_exp(float x) { return exp2_approx(x * 1.4426950408889634f); }
 
+// The tanh form of GELU is x times the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x**3).
+#define GELU_SCALE 1.59576912160573081145f
+#define GELU_CUBIC 0.044715f
+DEVICE float gelu_odds(float x) {
+    float inner = x * GELU_SCALE * (x * x * GELU_CUBIC + 1.0f);
+    return 1.0f / (fast_exp(-inner) + 1.0f);
+}
+DEVICE float gelu_slope(float x) {
+    float odds = gelu_odds(x);
+    return odds + x * odds * (1.0f - odds) * ((x * x * (3.0f * GELU_CUBIC) + 1.0f) * GELU_SCALE);
+}
+DEVICE float positive(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays NaN
+
 DEVICE void store_shared(u32 at, u32 word) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory"); }
 DEVICE Words4 load_shared_16(u32 at) {
     Words4 w;

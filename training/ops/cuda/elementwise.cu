@@ -3,19 +3,6 @@
 #include "device.cuh"
 
 #define EACH(i, n) (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)
-#define GELU_SCALE 1.59576912160573081145f  // 2 sqrt(2 / pi)
-#define GELU_CUBIC 0.044715f
-
-// The tanh form of GELU is x times the logistic function of this.
-DEVICE float gelu_odds(float x) {
-    float inner = x * GELU_SCALE * (x * x * GELU_CUBIC + 1.0f);
-    return 1.0f / (fast_exp(-inner) + 1.0f);
-}
-DEVICE float gelu_slope(float x) {
-    float odds = gelu_odds(x);
-    return odds + x * odds * (1.0f - odds) * ((x * x * (3.0f * GELU_CUBIC) + 1.0f) * GELU_SCALE);
-}
-DEVICE float positive(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays NaN
 
 #define ACTIVATIONS(suffix, T)                                                                              \
     KERNEL gelu_##suffix(T *y, const T *x, u64 n) {                                                         \

@@ -4,16 +4,22 @@
 
 struct Epilogue {
     const float *bias;      // (n,), or 0
-    const bf16 *residual;   // (m, n), or 0
+    const bf16 *residual;   // (m, n), or 0; with a gradient, what the activation was given
     bf16 *before;           // (m, n), or 0: gets the value before the activation
     float scale;
-    int activation;         // 0: none, 1: GELU, 2: squared ReLU
+    int activation;         // 0: none, 1: GELU, 2: squared ReLU, 3 and 4: their gradients
 };
 
 DEVICE float activate(float x, int kind) {
     if (kind == 1) return x / (fast_exp(-x * 1.59576912160573081145f * (x * x * 0.044715f + 1.0f)) + 1.0f);
     if (kind == 2) return x < 0.0f ? 0.0f : x * x;
     return x;
+}
+
+DEVICE float combine(float x, float other, int kind) {
+    if (kind == 3) return x * gelu_slope(other);
+    if (kind == 4) return x * (positive(other) * 2.0f);
+    return x + other;
 }
 
 DEVICE void store4(float *to, const float (&v)[4]) {
@@ -28,7 +34,7 @@ template <int COLUMNS> DEVICE float *staged_pair(float *staged, int row, int col
 }
 
 // Writes a tile of ROWS x COLUMNS whose sums are staged in shared memory: whole rows by each warp, in pieces of 4
-// columns. y = activation(scale * sum + bias) + residual.
+// columns. y = activation(scale * sum + bias) + residual, or (scale * sum + bias) times the activation's slope there.
 template <typename T, int ROWS, int COLUMNS>
 DEVICE void write_tile(T *c, float *staged, int row0, int column0, int m, int n, const Epilogue &end) {
 #pragma unroll
@@ -50,8 +56,10 @@ DEVICE void write_tile(T *c, float *staged, int row0, int column0, int m, int n,
             for (int k = 0; k < 4; k++) v[k] = activate(v[k], end.activation);
             if (end.residual) {
                 Words2 rest = *(const Words2 *)(end.residual + at);
-                v[0] += to_float((bf16)rest.x), v[1] += to_float((bf16)(rest.x >> 16));
-                v[2] += to_float((bf16)rest.y), v[3] += to_float((bf16)(rest.y >> 16));
+                float other[4] = {to_float((bf16)rest.x), to_float((bf16)(rest.x >> 16)), to_float((bf16)rest.y),
+                                  to_float((bf16)(rest.y >> 16))};
+#pragma unroll
+                for (int k = 0; k < 4; k++) v[k] = combine(v[k], other[k], end.activation);
             }
             store4(c + at, v);
         }

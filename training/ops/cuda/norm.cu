@@ -2,13 +2,20 @@
 // gain, bias: (features,) float32; statistics: (rows, 2) float32, the mean (0 for RMS) and the inverse deviation.
 #include "device.cuh"
 
-// One block a row. y = (x - mean) * inverse * gain + bias.
+// One block a row. y = (x - mean) * inverse * gain + bias. other, total: (rows, features), or 0: x is then x + other,
+// rounded, and is written to total.
 template <typename T, bool CENTRED>
 DEVICE void normalise(T *y, float *statistics, const T *x, const float *gain, const float *bias, int features,
-                      float epsilon) {
+                      float epsilon, const T *other, T *total) {
     __shared__ float partial[WARP];
     u64 row = blockIdx.x;
     x += row * features, y += row * features;
+    if (other) {
+        other += row * features, total += row * features;
+        for (int i = threadIdx.x; i < features; i += blockDim.x)
+            total[i] = from_float<T>(to_float(x[i]) + to_float(other[i]));
+        x = total;  // each thread reads what it has written
+    }
     float mean = 0.0f;
     if (CENTRED) {
         float sum = 0.0f;
@@ -28,9 +35,11 @@ DEVICE void normalise(T *y, float *statistics, const T *x, const float *gain, co
     if (threadIdx.x == 0) statistics[2 * row] = mean, statistics[2 * row + 1] = inverse;
 }
 
-// One block a row. dx = (dy gain - unit mean(dy gain unit) - mean(dy gain)) * inverse; the last mean for layer norms.
+// One block a row. dx = (dy gain - unit mean(dy gain unit) - mean(dy gain)) * inverse + other; the last mean for layer
+// norms. other: (rows, features), or 0.
 template <typename T, bool CENTRED>
-DEVICE void normalise_grad(T *dx, const T *dy, const T *x, const float *statistics, const float *gain, int features) {
+DEVICE void normalise_grad(T *dx, const T *dy, const T *x, const float *statistics, const float *gain, int features,
+                           const T *other) {
     __shared__ float partial[WARP];
     u64 row = blockIdx.x;
     x += row * features, dx += row * features, dy += row * features;
@@ -44,7 +53,8 @@ DEVICE void normalise_grad(T *dx, const T *dy, const T *x, const float *statisti
     level = CENTRED ? block_sum(level, partial) / features : 0.0f;
     for (int i = threadIdx.x; i < features; i += blockDim.x) {
         float slope = to_float(dy[i]) * gain[i], unit = (to_float(x[i]) - mean) * inverse;
-        dx[i] = from_float<T>((slope - unit * along - level) * inverse);
+        float made = (slope - unit * along - level) * inverse;
+        dx[i] = from_float<T>(other ? made + to_float(other[row * features + i]) : made);
     }
 }
 
@@ -91,20 +101,21 @@ template <typename T> DEVICE void columns_of(float *partial, const T *x, int row
 }
 
 #define NORMS(suffix, T)                                                                                             \
-    KERNEL rms_norm_##suffix(T *y, float *statistics, const T *x, const float *gain, int features, float epsilon) {  \
-        normalise<T, false>(y, statistics, x, gain, 0, features, epsilon);                                           \
+    KERNEL rms_norm_##suffix(T *y, float *statistics, const T *x, const float *gain, int features, float epsilon,    \
+                             const T *other, T *total) {                                                             \
+        normalise<T, false>(y, statistics, x, gain, 0, features, epsilon, other, total);                             \
     }                                                                                                                \
     KERNEL layer_norm_##suffix(T *y, float *statistics, const T *x, const float *gain, const float *bias,            \
-                               int features, float epsilon) {                                                        \
-        normalise<T, true>(y, statistics, x, gain, bias, features, epsilon);                                         \
+                               int features, float epsilon, const T *other, T *total) {                              \
+        normalise<T, true>(y, statistics, x, gain, bias, features, epsilon, other, total);                           \
     }                                                                                                                \
     KERNEL rms_norm_grad_##suffix(T *dx, const T *dy, const T *x, const float *statistics, const float *gain,        \
-                                  int features) {                                                                    \
-        normalise_grad<T, false>(dx, dy, x, statistics, gain, features);                                             \
+                                  int features, const T *other) {                                                    \
+        normalise_grad<T, false>(dx, dy, x, statistics, gain, features, other);                                      \
     }                                                                                                                \
     KERNEL layer_norm_grad_##suffix(T *dx, const T *dy, const T *x, const float *statistics, const float *gain,      \
-                                    int features) {                                                                  \
-        normalise_grad<T, true>(dx, dy, x, statistics, gain, features);                                              \
+                                    int features, const T *other) {                                                  \
+        normalise_grad<T, true>(dx, dy, x, statistics, gain, features, other);                                       \
     }                                                                                                                \
     KERNEL norm_gain_grad_##suffix(float *dgain, float *dbias, const T *dy, const T *x, const float *statistics,     \
                                    int rows, int features, int run) {                                                \

@@ -28,8 +28,9 @@ DEPTHS: Final = (64, 128)
 ATTENTION_TILE: Final = 64
 RUN_ROWS: Final = 64
 """Rows that one block adds up in the gradients of gains and biases."""
-ACTIVATIONS: Final = ("", "gelu", "squared_relu")
-"""Of products, by the number that their kernels have for each."""
+ACTIVATIONS: Final = ("", "gelu", "squared_relu", "gelu_grad", "squared_relu_grad")
+"""Of products, by the number that their kernels have for each; a gradient reads what the activation was
+given as `residual`."""
 _TILES: Final = {"matmul": (128, 128), "wgmma": (128, 256)}
 """Rows and columns of a block's tile."""
 
@@ -233,7 +234,7 @@ class CudaOperators:
         before: DeviceArray | None = None,
         residual: DeviceArray | None = None,
     ) -> None:
-        """Write activation(a b + bias) + residual to c.
+        """Write activation(a b + bias) + residual to c, or a b times the slope of an activation at residual.
 
         form: of a and b, whether each is transposed in memory (t) or not (n). before: gets the values that
         the activation is given.
@@ -285,8 +286,13 @@ class CudaOperators:
         x: DeviceArray,
         gain: DeviceArray,
         bias: DeviceArray | None,
+        other: DeviceArray | None = None,
+        total: DeviceArray | None = None,
     ) -> None:
-        """Write the norm of each row of `x` to `y`: a layer norm with `bias`, an RMS norm without."""
+        """Write the norm of each row of `x` to `y`: a layer norm with `bias`, an RMS norm without.
+
+        With `other`, that of x + other, which is written to `total`.
+        """
         name, shift = ("rms_norm", []) if bias is None else ("layer_norm", [bias])
         given: tuple[Argument, ...] = (
             Out(y),
@@ -296,6 +302,8 @@ class CudaOperators:
             *shift,
             i32(x.shape[1]),
             f32(EPSILON),
+            other,
+            None if total is None else Out(total),
         )
         self.executor.launch(f"{name}_bf16", len(x), *given)
 
@@ -322,9 +330,10 @@ class CudaOperators:
         x: DeviceArray,
         statistics: DeviceArray,
         gain: DeviceArray,
+        other: DeviceArray | None = None,
     ) -> None:
-        """Write the gradient of the input of the norm `name` to `dx`."""
-        given = (Out(dx), dy, x, statistics, gain, i32(x.shape[1]))
+        """Write the gradient of the input of the norm `name` to `dx`, plus `other`."""
+        given = (Out(dx), dy, x, statistics, gain, i32(x.shape[1]), other)
         self.executor.launch(f"{name}_grad_bf16", len(x), *given)
 
     def sum_runs(self, out: DeviceArray, partial: DeviceArray) -> None:

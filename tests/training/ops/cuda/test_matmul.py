@@ -11,6 +11,9 @@ from support.devices.kernel_runs import empty, fixed, run, wide
 
 from zbmd.tools.lab.ptx import Launch
 from zbmd.tools.lab.ptx.tensor_cores import multiply_add
+from zbmd.training import ops
+from zbmd.training.autograd.tape import Tape, Tensor
+from zbmd.training.ops.cuda.operators import ACTIVATIONS
 
 Array = npt.NDArray[Any]
 TILES = {"matmul": (128, 128), "wgmma": (128, 256)}
@@ -96,6 +99,20 @@ def test_epilogues(by: str, activation: int) -> None:
     y = [x, gelu, np.maximum(x, 0) ** 2][activation]
     np.testing.assert_allclose(found, y + wide(residual), rtol=0, atol=3e-6)
     np.testing.assert_allclose(wide(before), x, rtol=2**-8)
+
+
+@BY
+@pytest.mark.parametrize("name", ["gelu", "squared_relu"])
+def test_a_product_times_the_slope_of_an_activation(by: str, name: str) -> None:
+    """What a backward pass needs: the slope is that at what the activation was given."""
+    a, b = _operands(40, 136, 32)
+    given = fixed(np.random.default_rng(3).standard_normal((40, 136)), "bf16")
+    kind = ACTIVATIONS.index(f"{name}_grad")
+    found, _ = _multiply(by, "nt", "f32", a, b, residual=given, activation=kind)
+    tape, source = Tape(np), Tensor(wide(given))
+    tape.play(getattr(ops, name)(tape, source), _in_steps(a, b))
+    assert source.grad is not None
+    np.testing.assert_allclose(found, source.grad, rtol=0, atol=1e-5)
 
 
 @BY

@@ -62,10 +62,11 @@ def test_norms(kind: str, centred: bool, rows: int, features: int) -> None:
     name, op = ("layer_norm", ops.layer_norm) if centred else ("rms_norm", ops.rms_norm)
     expected, dx_expected, grads = _differentiate(lambda t, x, p: op(t, x, *p), x, parameters, dy)  # type: ignore[operator]
     y, statistics, dx = empty(x.shape, kind), empty((rows, 2)), empty(x.shape, kind)
-    run(f"{name}_{kind}", rows, [y, statistics], x, *map(fixed, parameters), features, ops.EPSILON)
+    sizes = (features, ops.EPSILON)
+    run(f"{name}_{kind}", rows, [y, statistics], x, *map(fixed, parameters), *sizes, None, None)
     close(y, expected, kind)
     gain = fixed(parameters[0])
-    run(f"{name}_grad_{kind}", rows, [dx], dy, x, fixed(statistics), gain, features)
+    run(f"{name}_grad_{kind}", rows, [dx], dy, x, fixed(statistics), gain, features, None)
     close(dx, dx_expected, kind, ulps=16)
     run_rows = 8
     runs = -(-rows // run_rows)
@@ -95,6 +96,40 @@ def test_activations(kind: str, name: str) -> None:
     special = [1, 5, 9]  # NaN, inf, -inf: GELU of the last is NaN, as in PyTorch
     same(y[special], expected.astype(y.dtype)[special])
     same(dx[special], dx_expected.astype(dx.dtype)[special])
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize(("rows", "features"), [(3, 7), (2, 300)])
+def test_a_sum_and_its_norm_have_the_bits_of_two_kernels(
+    kind: str, name: str, rows: int, features: int
+) -> None:
+    """The gradient of a norm plus another one is rounded once."""
+    x, other, dy = (_values((rows, features), kind, seed=seed) for seed in (1, 2, 3))
+    parameters = [fixed(1 + 0.1 * _values(features, seed=4)), fixed(_values(features, seed=5))]
+    given = (*parameters[: 1 + (name == "layer_norm")], features, ops.EPSILON)
+    apart, apart_rows, total, y, statistics = (
+        empty(shape, one)
+        for shape, one in (
+            (x.shape, kind),
+            ((rows, 2), "f32"),
+            (x.shape, kind),
+            (x.shape, kind),
+            ((rows, 2), "f32"),
+        )
+    )
+    expected = fixed(wide(x) + wide(other), kind)
+    run(f"{name}_{kind}", rows, [apart, apart_rows], expected, *given, None, None)
+    run(f"{name}_{kind}", rows, [y, statistics], x, *given, other, total)
+    for found, wanted in ((total, expected), (y, apart), (statistics, apart_rows)):
+        same(found, wanted)
+    dx_apart, dx = empty(x.shape), empty(x.shape, kind)
+    slope = (fixed(wide(dy)), fixed(wide(expected)), fixed(statistics), parameters[0], features)
+    run(f"{name}_grad_f32", rows, [dx_apart], *slope, None)
+    run(f"{name}_grad_{kind}", rows, [dx], dy, expected, *slope[2:], other)
+    close(
+        dx, dx_apart + wide(other), kind, ulps=1
+    )  # a multiplication and the addition may be one instruction
 
 
 @BOTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from zbmd.collectives.execution.plan import (
     swept_requests,
 )
 from zbmd.collectives.programs.program import Program, Wait
-from zbmd.tools.lab.proofs.programs import SPANS, Kept, sources_digest, units_of
+from zbmd.tools.lab.proofs.programs import SPANS, Kept, definitions, sources_digest, units_of
 
 RunRanks = Callable[..., list[Any]]
 KEPT = Path(__file__).with_name("proved_offline.txt")
@@ -94,6 +95,30 @@ def check_kept(first: int, last: int) -> None:
         digest, sets, _ = known[str(unit)]
         assert digest == unit.digest(), f"{unit} has changed since it was proved"
         assert sets > 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_other"),
+    [
+        ("def check_assignment(", "def unused() -> None: ...\n\n\ndef check_assignment(", False),
+        ("import annotations", "import annotations\n\nimport json", False),
+        (' raise ProgramError(f"', ' raise ProgramError(f"another message: ', False),
+        ("(rank + 1) * shards", "(rank + 2) * shards", False),
+        ("if not 1 <= shards", "if not 2 <= shards", True),
+    ],
+)
+def test_only_what_programs_follow_from_counts_as_their_sources(
+    old: str, new: str, is_other: bool, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "algorithms", tmp_path / "programs"]
+    for folder in folders:
+        shutil.copytree(Path(catalogue.__file__).parents[1] / folder.name, folder)
+    before = definitions(folders)
+    changed = folders[0] / "shard_tree.py"
+    text = changed.read_text()
+    assert old in text
+    changed.write_text(text.replace(old, new, 1))
+    assert (definitions(folders) != before) == is_other
 
 
 def test_what_was_swept_is_not_verified_again(verified: list[str]) -> None:

@@ -39,6 +39,8 @@ from zbmd.transport.errors import UserError
 SPANS = ((1, 8), (9, 16), (17, 32), (33, 48), (49, 64))
 """Numbers of ranks that are proved, and kept, together."""
 SOURCES = "sources"
+SOURCE_ROOTS = ("build_all", "spec_of", "verify", "encode")
+"""What builds and verifies programs: with all that these use, the sources from which the proofs follow."""
 KEPT_FIELDS = 6
 """Of a line of `--kept`: digest, operation, algorithm, ranks, sets proved, seconds."""
 
@@ -98,20 +100,77 @@ def _verifier_digest() -> bytes:
 
 
 def sources_digest() -> str:
-    """Return a digest of what counts as proved offline, and of all modules that build and verify it."""
+    """Return a digest of what counts as proved offline, and of the definitions that build and verify it."""
     digest = blake2b(digest_size=8)
-    for module in (catalogue, verifier):
-        for path in sorted(Path(module.__file__ or "").parent.glob("*.py")):
-            tree = ast.parse(path.read_text())
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                    node.value.value = ""  # a docstring
-            digest.update(ast.dump(tree).encode())
+    for definition in definitions([Path(module.__file__ or "").parent for module in (catalogue, verifier)]):
+        digest.update(definition.encode())
     for unit in units_of(last=SWEPT_RANKS_MAX):
         for n in range(unit.first, unit.last + 1):
             for request in swept_requests(unit.operation, unit.algorithm, n):
                 digest.update(str(request).encode())
     return digest.hexdigest()
+
+
+def definitions(folders: list[Path]) -> list[str]:
+    """Dump what SOURCE_ROOTS use of the modules in `folders`, directly or not: no docstrings, no messages.
+
+    A name stands for every definition of that name, wherever it is: the result may hold too much and never
+    lacks something. Statements that bind no name are always among it.
+    """
+    defined: dict[str, list[ast.stmt]] = {}
+    found: list[ast.stmt] = []
+    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
+        for statement in ast.parse(path.read_text()).body:
+            _without_texts(statement)
+            if not (names := _bound(statement)) and not isinstance(
+                statement, ast.Import | ast.ImportFrom | ast.Expr
+            ):
+                found.append(statement)
+            for name in names:
+                defined.setdefault(name, []).append(statement)
+    waiting = [*SOURCE_ROOTS, *(name for statement in found for name in _used(statement))]
+    seen: set[str] = set()
+    while waiting:
+        if (name := waiting.pop()) not in seen:
+            seen.add(name)
+            for statement in defined.get(name, []):
+                found.append(statement)
+                waiting += _used(statement)
+    return sorted(map(ast.dump, found))
+
+
+def _without_texts(statement: ast.stmt) -> None:
+    """Empty the docstrings in it and the messages of the exceptions that it raises."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""
+        elif isinstance(node, ast.Raise):
+            for text in ast.walk(node):
+                if isinstance(text, ast.Constant):
+                    text.value = ""
+
+
+def _bound(statement: ast.stmt) -> list[str]:
+    """Return the names that a top-level statement defines; of an import, those that it renames."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [name]
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return [alias.asname for alias in names if alias.asname is not None]
+        case ast.Assign() | ast.AnnAssign():
+            found = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+            return [node.id for node in found if isinstance(node.ctx, ast.Store)]
+    return []
+
+
+def _used(statement: ast.stmt) -> list[str]:
+    """Return all identifiers in a statement."""
+    used: list[str] = []
+    for node in ast.walk(statement):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+                used.append(name)
+    return used
 
 
 class Kept:

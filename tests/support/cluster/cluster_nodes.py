@@ -234,8 +234,11 @@ def node_template(*before: str) -> Generator[socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         command = [*before, sys.executable, cluster_template.__file__, str(theirs.fileno())]
+        environment = {**os.environ, cluster_template.MARKER: cluster_template.NO_MARKER}
         with theirs:
-            template = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            template = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+            )
         try:
             ours.settimeout(TIMEOUT_S)
             ours.recv(cluster_template.REQUEST_BYTES_MAX)

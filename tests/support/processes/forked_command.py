@@ -1,4 +1,4 @@
-"""`zbmd-node` run to its end in a fork of `cluster_template`, which has imported what it imports."""
+"""`zbmd-node` in a fork of `cluster_template`, which has imported what it imports."""
 
 from __future__ import annotations
 
@@ -7,15 +7,64 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import pytest
 
 from support.cluster import cluster_template
 
 READ_BYTES = 1 << 16
+
+
+class ForkedCommand:
+    """One that runs in a session of its own, with the part of `subprocess.Popen` that is used here.
+
+    Its standard output and error are one stream.
+    """
+
+    def __init__(
+        self, template: socket.socket, argv: Sequence[str], environment: Mapping[str, str], cwd: Path
+    ) -> None:
+        (ours, theirs), (self._ended, ended) = os.pipe(), os.pipe()
+        request = {"argv": argv, "environment": environment, "cwd": str(cwd)}
+        socket.send_fds(template, [json.dumps(request).encode()], [theirs, theirs, ended])
+        self.pid = _answer(template)["pid"]
+        for fd in (theirs, ended):
+            os.close(fd)
+        self.stdout = os.fdopen(ours, "rb", buffering=0)
+        self.returncode: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stdout.close()
+        self.wait()
+        os.close(self._ended)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code, or minus the signal. Raises `subprocess.TimeoutExpired`."""
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._ended, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired("zbmd-node", timeout or 0.0)
+            code: int = json.loads(os.read(self._ended, READ_BYTES))["code"]
+            self.returncode = code
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it runs."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 def run_forked(

@@ -20,12 +20,13 @@ from pathlib import Path
 
 import pytest
 
-from support.processes.forked_command import run_forked
+from support.cluster import cluster_template
+from support.processes.forked_command import ForkedCommand, run_forked
 from zbmd.transport.host.files import remove_leftovers
 
 TIMEOUT_S = 180.0
 POLL_S = 0.02
-MARKER = "ZBMD_TEST_LAUNCH"
+MARKER = cluster_template.MARKER
 
 
 THREADS = re.compile(r"zbmd-node: \d+ ranks? with \d+ threads?( each)?: .+")
@@ -54,7 +55,7 @@ class Ended:
 class Running:
     """A command that runs. Its standard output and error are one stream, read by `until` and `end`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], marker: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | ForkedCommand, marker: str) -> None:
         self.pid = process.pid
         self.process = process
         self.marker = marker
@@ -199,21 +200,28 @@ class Launcher:
         return ended
 
     @contextmanager
-    def session(self, *arguments: str, spares: str = "", **variables: str) -> Generator[Running]:
+    def session(
+        self, *arguments: str, spares: str = "", forked: bool = False, **variables: str
+    ) -> Generator[Running]:
         """Start the command in a session of its own, as a terminal would; kill what is left of it at the end.
 
-        spares: the name of a process that may live on.
+        spares: the name of a process that may live on; forked: the command is a fork of the template, and
+        not a new interpreter, whose imports take longer than a small job.
         """
         marker = uuid.uuid4().hex
         command, environment = self.command(arguments, marker)
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**environment, **variables},
-            cwd=self.directory,
-            start_new_session=True,
+        with (
+            ForkedCommand(self._template, arguments, {**environment, **variables}, self.directory)
+            if forked
+            else subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**environment, **variables},
+                cwd=self.directory,
+                start_new_session=True,
+            )
         ) as process:
             running = Running(process, marker)
             try:

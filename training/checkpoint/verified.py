@@ -108,7 +108,7 @@ class _Search:
             if at == len(self.seen):
                 try:
                     found = next(self._left, None)
-                except UserError as error:  # the others are told by the vote
+                except UserError as error:  # the vote says so to the others
                     if self._places == 1:
                         raise
                     found = "", None, str(error)

@@ -58,9 +58,7 @@ def resilient(
     mirror: vote once all optimizers have updated, and send each rank's part of the state to its buddy before:
     for optimizers that communicate in `step()`. Over FSDP2 it is chosen where it is needed.
     """
-    models = [*model] if isinstance(model, list | tuple) else [model]
-    optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
-    optimizers = [_inner(each, "optimizer") for each in optimizers]
+    models, optimizers = _listed(model), [_inner(each, "optimizer") for each in _listed(optimizer)]
     others = tuple(_inner(each, "scheduler") for each in others)
     for each in others:
         if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
@@ -80,20 +78,18 @@ def resilient(
         codec=Codec(checkpoint_codec),
     )
     saves.check()
-    options = Options(
-        out=None if out is None else Path(out),
-        saves=saves,
-        resume=resume,
-        exact=exact,
-        mirror=mirror,
-        on_straggler=require_choice(on_straggler),
-    )
+    where, policy = None if out is None else Path(out), require_choice(on_straggler)
+    options = Options(out=where, saves=saves, resume=resume, exact=exact, mirror=mirror, on_straggler=policy)
     try:
         return Run(models, optimizers, others, seed, options)
     except ZbmdError as error:
         if isinstance(error, UserError):
             raise
         raise as_torch_error(error) from error
+
+
+def _listed(given: Any) -> list[Any]:
+    return [*given] if isinstance(given, list | tuple) else [given]
 
 
 def _inner(prepared: Any, name: str) -> Any:

@@ -57,8 +57,7 @@ class Run:
         seed: int | None,
         options: Options,
     ) -> None:
-        worker, launched = supervised()
-        ranks = int(dist.get_world_size())
+        (worker, launched), ranks = supervised(), int(dist.get_world_size())
         self._options, self._shrinks = options, 0 < launched.ranks_min < launched.world_size
         self._state = LoopState(
             models,
@@ -589,12 +588,6 @@ class Run:
         asks = 0 if checkpoints is None else int(checkpoints.wishes)
         if self._deals and self._may_grow and self._meetings.is_offered_more:
             asks |= votes.MEET
-        row = votes.pack(
-            action.ballot,
-            self._means,
-            state.own(),
-            noted,
-            asks=asks,
-            saves=votes.NOTHING_SAVED if checkpoints is None else checkpoints.report,
-        )
+        saves = votes.NOTHING_SAVED if checkpoints is None else checkpoints.report
+        row = votes.pack(action.ballot, self._means, state.own(), noted, asks=asks, saves=saves)
         return self._meetings.exchange.gather(row)

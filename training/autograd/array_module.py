@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -100,9 +100,14 @@ def room_like(array: Array) -> Array:
     return widened(array) if is_narrow(array) else array.copy()
 
 
+def is_on_host(array: Array) -> bool:
+    """Return whether `array` is numpy's."""
+    return isinstance(array, np.ndarray)
+
+
 def maker_of(array: Array) -> Callable[..., Array]:
     """Return what makes arrays of a shape and dtype, not initialised, where `array` lies."""
-    made: Callable[..., Array] = np.empty if isinstance(array, np.ndarray) else array.executor.empty
+    made: Callable[..., Array] = np.empty if is_on_host(array) else cast(Any, array).executor.empty
     return made
 
 

@@ -20,12 +20,12 @@ import numpy.typing as npt
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.training import ops
 from zbmd.training.autograd import spans
-from zbmd.training.autograd.array_module import Array, maker_of, to_host
+from zbmd.training.autograd.array_module import Array, is_on_host, maker_of, to_host
 from zbmd.training.autograd.non_finite_probe import probe_received, probe_sent
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
-from zbmd.training.model.gpt import GPT, Batch, Tokens, parameter_shapes
+from zbmd.training.model.gpt import GPT, Batch, Operator, Tokens, parameter_shapes
 from zbmd.transport.errors import UserError
 
 
@@ -238,7 +238,7 @@ def _gathered(rows: Array, group: TensorGroup) -> Array:
     probe_sent(rows)
     blocking: Any = group.blocking
     with spans.COMM:
-        if isinstance(rows, np.ndarray):
+        if is_on_host(rows):
             every: Array = blocking.all_gather(np.ascontiguousarray(rows))
         else:  # the result is to be a device's own array, too
             every = maker_of(rows)((group.size, *rows.shape), rows.dtype)
@@ -251,7 +251,7 @@ def _reduced(rows: Array, group: TensorGroup) -> Array:
     probe_sent(rows)
     blocking: Any = group.blocking
     with spans.COMM:
-        if isinstance(rows, np.ndarray):
+        if is_on_host(rows):
             mine: Array = blocking.reduce_scatter(
                 np.ascontiguousarray(rows).reshape(group.size, -1, rows.shape[1])
             )
@@ -418,7 +418,9 @@ class ParallelGPT(PartOfGPT):
             return embedded
         first, stop = span_of(len(tokens), self.part, self.group.size)
         places = batch.offset + np.arange(first, stop) % batch.inputs.shape[1]
-        return self._ops.add(tape, embedded, self._ops.embedding(tape, places, tables[1]))
+        embedding: Operator = self._ops.embedding
+        added: Operator = self._ops.add
+        return added(tape, embedded, embedding(tape, places, tables[1]))
 
     def _into(self, tape: Tape, x: Tensor, layer: Sequence[Parameter]) -> Tensor:
         return super()._into(tape, gather_rows(tape, x, self.group), layer)
@@ -434,10 +436,10 @@ class ParallelGPT(PartOfGPT):
         self, tape: Tape, x: Tensor, inner: Tensor, layer: Sequence[Parameter], batch: Batch, site: int
     ) -> Tensor:
         weight, *bias = layer
+        added: Operator = self._ops.add
         y = scatter_rows(tape, self.operators.linear(tape, inner, weight), self.group)
-        if bias:
-            y = self._ops.add_bias(tape, y, bias[0])
-        return self._ops.add(tape, x, self._dropout(tape, y, batch, site))
+        y = self._biased(tape, y, bias)
+        return added(tape, x, self._dropout(tape, y, batch, site))
 
     def _dropout(self, tape: Tape, x: Tensor, batch: Batch, site: int) -> Tensor:
         """Apply dropout to this rank's rows, with the numbers of their positions in the whole batch."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.collectives.device.windows import WINDOW_BYTES
 from zbmd.training.config import GPTConfig
 from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, Mesh
 from zbmd.training.ops.cuda.executor import (
@@ -85,10 +86,15 @@ def why_not(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> str:
 
 
 def device_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> tuple[int, int, int]:
-    """Return the bytes that a rank needs on its GPU: of state, gradients and activations."""
+    """Return the bytes that a rank needs on its GPU: of state, gradients and activations.
+
+    Gradients include the windows of `connect_devices`, one for each group.
+    """
     found = _sharded_bytes if options.zero else _whole_bytes
     state, gradients = found(options, config, mesh)
     largest = 4 * max(config.vocabulary, 4 * config.width) * config.width // mesh.size(TENSOR_AXIS)
+    exchanging = sum(mesh.size(axis) > 1 for axis in {TENSOR_AXIS, mesh.sharded_axis, DATA_AXIS})
+    gradients += WINDOW_BYTES * exchanging
     return state, gradients, activations_needed(options, config, mesh) // 2 + largest
 
 

@@ -42,7 +42,7 @@ def _changed(**changes: Any) -> TrainOptions:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> ModelHost:
     """A machine with two modelled GPUs."""
-    made = ModelHost(devices=2, run_kernel=by_numpy, memory_bytes=1 << 28)
+    made = ModelHost(devices=2, run_kernel=by_numpy, memory_bytes=1 << 29)
     monkeypatch.setattr(devices, "FOUND", [Devices(lambda: 2, made.process, nothing_compiled)])
     return made
 
@@ -96,7 +96,7 @@ def test_meshes_that_gpus_train_on_fit_by_their_shards(host: ModelHost) -> None:
         ({"training": TrainingConfig(steps=1, optimizer=OPTIMIZERS["muon"])}, "muon has no CUDA kernel"),
         ({"device": "cuda:2"}, "2 GPUs are visible here, cuda:0 to cuda:1"),
         (
-            {"training": TrainingConfig(steps=1, sequences_per_shard=8192)},
+            {"training": TrainingConfig(steps=1, sequences_per_shard=32768)},
             r"1 rank needs .* \(each .* of state, .* of gradients, .* of activations\), and Modelled GPU has",
         ),
     ],

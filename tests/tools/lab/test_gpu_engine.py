@@ -22,6 +22,8 @@ def test_gradients_and_graphs_pass_on_the_model() -> None:
     run = Executor(ModelHost(devices=1, run_kernel=by_numpy).process(), compile=nothing_compiled)
     assert re.match(r"gradients within .*; the same bits again; \d+ launches", engine.gradients(run, MODEL))
     assert engine.graph(run, 64, launches=5).startswith("5 launches: ")
+    told = engine.fused(run, MODEL)
+    assert re.search(r"same bits when replayed; tape \d\d launches, .*; fused 1 launches", told), told
 
 
 def test_a_wrong_kernel_is_found() -> None:

@@ -458,6 +458,12 @@ CHECKS: Final = (
         run=lambda: engine.graph(engine.on_gpu()),
     ),
     Check(
+        name="engine, fused",
+        needs=Needs(),
+        would="compute steps by a fused graph and by the tape, replay the graph, and time both",
+        run=lambda: engine.fused(engine.on_gpu()),
+    ),
+    Check(
         name="engine, job",
         needs=Needs(),
         would="train by zbmd train --device cuda on two ranks, kill one, and compare the weights' bits",

@@ -23,6 +23,7 @@ from zbmd.tools.chaos.small_job import ended_within, failures_of, write_text
 from zbmd.training.autograd.array_module import bfloat16
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.model.gpt import GPT
+from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.module import DeviceModule
@@ -110,6 +111,37 @@ def graph(run: Executor, elements: int = 1 << 20, launches: int = 100) -> str:
         raise UserError(f"a replayed graph gave {found[:4]}, not {wanted}")
     alone, replayed_ns = (statistics.median(times) / launches / 1e3 for times in spans.values())
     return f"{captured.launches} launches: {alone:.2f} µs each, {replayed_ns:.2f} µs each in a graph"
+
+
+def fused(run: Executor, config: GPTConfig = SMALL) -> str:
+    """Compare a step's fused graph with the tape, and its replays with its first run; time both."""
+    tape, whole = (GPT(config, xp=DeviceModule(run)) for _ in range(2))
+    whole.whole_step = FusedSteps(whole, run)
+    random = np.random.default_rng(0)
+    params = tape.init(0) + random.standard_normal(tape.layout.size).astype(np.float32) * np.float32(0.02)
+    given: Any = run.upload(params.astype(bfloat16()))
+    room: Any = run.zeros(tape.layout.size, bfloat16())
+    tokens = random.integers(0, config.vocabulary, (2, config.context + 1))
+
+    def computed(model: GPT) -> tuple[npt.NDArray[Any], float, int]:
+        started_ns, before = now_ns(), run.launches
+        model.loss_and_grads(given, room, tokens, global_batch=2)
+        run.api.stream_synchronize(run.stream)
+        return room.get(), (now_ns() - started_ns) / 1e3, run.launches - before
+
+    wanted, first = computed(tape)[0], computed(whole)[0]
+    error = np.linalg.norm(first.astype(np.float64) - wanted.astype(np.float64))
+    error /= np.linalg.norm(wanted.astype(np.float64))
+    if not error < ERROR_MOST:
+        raise UserError(f"the fused graph's gradient differs from the tape's by {error:.1e} of its norm")
+    every = [(computed(tape), computed(whole)) for _ in range(TIMED)]
+    if any(found.tobytes() != first.tobytes() for _, (found, _, _) in every):
+        raise UserError("a replayed step has other bits than the one that was launched")
+    took = [
+        f"{every[-1][side][2]} launches, {statistics.median(pair[side][1] for pair in every):.0f} µs"
+        for side in range(2)
+    ]
+    return f"within {error:.1e} of the tape, the same bits when replayed; tape {took[0]}; fused {took[1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ _INVALIDATED: Final = "operation failed due to a previous error during capture"
 
 @dataclass(slots=True)
 class _Capture:
-    """What one thread asks of a stream, recorded."""
+    """A recording of one thread's requests to a stream."""
 
     thread: int
     operations: list[Operation] = field(default_factory=list[Operation])

@@ -136,7 +136,7 @@ def fused(run: Executor, config: GPTConfig = SMALL) -> str:
         raise UserError(f"the fused graph's gradient differs from the tape's by {error:.1e} of its norm")
     every = [(computed(tape), computed(whole)) for _ in range(TIMED)]
     if any(found.tobytes() != first.tobytes() for _, (found, _, _) in every):
-        raise UserError("a replayed step has other bits than the one that was launched")
+        raise UserError("a replayed step and its first run, over the same inputs, differ in bits")
     took = [
         f"{every[-1][side][2]} launches, {statistics.median(pair[side][1] for pair in every):.0f} µs"
         for side in range(2)

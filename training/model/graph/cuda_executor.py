@@ -66,7 +66,7 @@ class CudaGraphRun:
         self.plan: Final = plan_memory(graph)
         self.arena: Final = executor.empty(max(1, self.plan.arena_bytes), np.uint8)
         self.pool: Final = Pool()
-        """What kernels need beside the values: partial sums."""
+        """Memory of partial sums, which are no values of the graph."""
         self._held: dict[int, Any] = {}
         offsets, kinds = self.plan.offsets(), {"bfloat16": bfloat16()}
         for number, value in graph.values.items():

@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(slots=True)
 class _Shape:
-    """What is kept for batches of one shape. captured: by the addresses of weights and gradients."""
+    """State for batches of one shape. captured: by the addresses of weights and gradients."""
 
     run: CudaGraphRun
     whole: Sequence[Piece]

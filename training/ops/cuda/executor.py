@@ -127,14 +127,14 @@ class Executor:
         """The kernels that multiply matrices."""
         self.stream: Final = api.stream_create()
         self.launches = 0
-        """What was launched so far: kernels, and graphs."""
+        """Launches so far, of kernels and of graphs."""
         self.kernels = 0
         """Kernels that were asked for so far, those of graphs included."""
         self._copies: Final = api.stream_create()
         self._captured: Final = api.stream_create()
         """Records graphs, so that other threads may copy in the order of `stream` meanwhile."""
         self._asked = self.stream
-        """Where launches go: `stream`, or `_captured`."""
+        """The stream that launches go to: `stream` or `_captured`."""
         self._capturing_thread = 0
         self._compile = compile
         self._modules = dict[str, int]()

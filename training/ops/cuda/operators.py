@@ -47,7 +47,7 @@ def _as_data(array: DeviceArray) -> Array:
 
 
 NOISE_HEAD: Final = ("seed", "step")
-"""What is before the numbers of the samples; see `noise_numbers`."""
+"""Numbers before those of the samples; see `noise_numbers`."""
 
 
 def noise_numbers(noise: Noise) -> npt.NDArray[np.int64]:

@@ -104,7 +104,7 @@ def test_epilogues(by: str, activation: int) -> None:
 @BY
 @pytest.mark.parametrize("name", ["gelu", "squared_relu"])
 def test_a_product_times_the_slope_of_an_activation(by: str, name: str) -> None:
-    """What a backward pass needs: the slope is that at what the activation was given."""
+    """As in a backward pass: the slope is that at the activation's input."""
     a, b = _operands(40, 136, 32)
     given = fixed(np.random.default_rng(3).standard_normal((40, 136)), "bf16")
     kind = ACTIVATIONS.index(f"{name}_grad")

@@ -229,7 +229,7 @@ class ModelProcess(ValueWaits, Launches):
         self.line = host.serial()
         self.clock: Clock = {self.line: 1}
         self.dead = False
-        self.default_stream: Final = 1
+        self.default_stream = 1
         """The stream of programs that name no other."""
         self._streams: dict[int, _Stream] = {}
         self.registered: dict[int, int] = {}

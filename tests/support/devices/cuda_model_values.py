@@ -35,6 +35,7 @@ class ValueWaits:
     _stream: Any
     _source: Any
     _target: Any
+    require_no_capture: Any
     _tick = threading.Event()
 
     def waits_for_values(self) -> bool:

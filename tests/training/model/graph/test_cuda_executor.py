@@ -125,7 +125,7 @@ def test_a_replayed_step_reads_its_own_batch_noise_and_weights() -> None:
             loss, found = replayed.step(room, tokens, noise)
             assert loss == wanted_loss
             np.testing.assert_array_equal(found, wanted)
-    assert replayed.run.launches < 2 * alone.run.launches + 12, "steps after the first are replayed"
+    assert replayed.run.launches < replayed.run.kernels // 4, "steps after the first are replayed"
 
 
 def test_another_shape_is_captured_again_and_old_graphs_are_destroyed() -> None:
@@ -142,7 +142,7 @@ def test_another_shape_is_captured_again_and_old_graphs_are_destroyed() -> None:
     device.steps.close()
     api: Any = device.run.api
     assert not api._graphs, "destroyed"
-    device.step(room, tokens, noise)
+    device.step(room)
     assert device.run.held_bytes < held + (1 << 14), "memory is used again"
 
 
@@ -159,7 +159,8 @@ def test_gradients_are_handed_over_while_the_step_runs(seed: int) -> None:
 
             def ready(index: int, copies: dict[int, Future[Array]] = copies) -> None:
                 assert index not in copies
-                copies[index] = copier.submit(layout.views(room)[index].get)
+                view: Any = layout.views(room)[index]
+                copies[index] = copier.submit(view.get)
 
             before = device.run.launches
             device.step(room, ready=ready)

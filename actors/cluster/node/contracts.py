@@ -180,7 +180,7 @@ class RecordsRequest(Contract, id="zbmd.node.records_request"):
 
 
 class RecordInfo(Contract, id="zbmd.node.record"):
-    """What became of a job's ranks on the node's host, as far as it is recorded.
+    """The record of what became of a job's ranks on the node's host.
 
     began_ns: when the record began, ns since 1970, which names it; words: the job's command; is_open: whether
     the node still adds to it.

@@ -53,7 +53,7 @@ class JobFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listed:
-    """What a node has. ahead_ns: its wall clock beside ours, as far as the answer's time allows to say."""
+    """The records of a node. ahead_ns: its wall clock beside ours, within `within_ns`."""
 
     node: Node
     records: tuple[RecordInfo, ...]

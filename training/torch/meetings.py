@@ -67,6 +67,7 @@ class Meetings:
             place=state.rank,
             size=state.ranks,
             held=memory.held if fresh else (),
+            distinct=0 if state.shards is None else state.shards.distinct,
         )
         self._captured = captured_machine(
             worker, tx.TRANSACTION, "loop", self.machine, tx.transaction_config(self.machine)

@@ -73,6 +73,8 @@ class Run:
         self._claimed, self._committed, self._is_step = 0, False, False
         self._updated: set[int] = set()
         """The optimizers that have updated in the step under way, if updates are voted on once made."""
+        self._steps_open = 0
+        """Calls of `step()` under way: PyTorch calls the hooks for that of a base class, too."""
         self._means: list[dict[str, float]] = []
         """Of each share of the batch of the step under way."""
         self._every: list[tuple[int, Callable[[], object]]] = []
@@ -308,11 +310,9 @@ class Run:
         """Make a transaction that is no step."""
         while self._state.position != then:
             self.begin(then)
-            error: BaseException | None = None
             try:
                 body()
-            except BaseException as raised:
-                error = raised
+            except BaseException as error:
                 if not self.end(error):
                     raise
             else:
@@ -346,6 +346,7 @@ class Run:
         self._then = Position(old.step + 1, old.passes, old.at + 1) if then is None else then
         self._committed = False
         self._updated.clear()
+        self._steps_open = 0
         if not self._shares.at:
             self._means.clear()
             self._state.keep()
@@ -426,8 +427,10 @@ class Run:
 
     def _before_update(self, *_: Any) -> None:
         """Vote before the first optimizer of a step updates."""
-        if self._then is None:
+        if self._then is None and not self._steps_open:
             judge_outside(is_sharded=self._state.shards is not None)
+        self._steps_open += 1
+        if self._then is None or self._steps_open > 1:
             return
         mirror = None if self._state.shards is None else self._state.shards.mirror
         if not self._committed and mirror is None:
@@ -444,6 +447,9 @@ class Run:
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
         """Make the update of the ward as well; or vote, if updates are voted on once they are made."""
+        self._steps_open -= 1
+        if self._steps_open > 0:
+            return
         CONTINUITY.updates, shards = False, self._state.shards
         if shards is not None and self._then is not None:
             if shards.mirror is None and self._committed:

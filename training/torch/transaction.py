@@ -24,7 +24,8 @@ update of its ward as well. So a rank first gets its ward's gradients (`Deliver`
 holds them. Delivery and vote are two operations: a delivery that has ended here may have failed at others.
 After a loss, a rank that is behind promotes before any shard moves (the others `Meet` again): then all are
 where transactions begin, and a fresh rank takes the rest of the state from the first, its shard from its
-buddy, and the copy that it is to keep from its ward (`Move`).
+buddy, and the copy that it is to keep from its ward (`Move`). In a hybrid mesh several ranks have the same
+shard: it is lost with all of them and with all buddies.
 
 If no buddy can make an update, since the optimizer communicates in it, say, the transaction is prepared once
 the update is made: then what a rank delivers is all of its part, and the part before stays beside the new
@@ -284,7 +285,8 @@ class Transactions:
     """The machine of one rank. fresh: it replaces another. sharded: each rank has a part of the state.
 
     place, size: of this rank among the first ones, for a sharded state. That begins with a meeting, which
-    gives each rank the copy that it keeps. held: what memory holds for a fresh rank.
+    gives each rank the copy that it keeps. held: what memory holds for a fresh rank. distinct: see
+    `division.holders_of`.
     """
 
     def __init__(
@@ -296,11 +298,13 @@ class Transactions:
         place: int = 0,
         size: int = 1,
         held: tuple[Held, ...] = (),
+        distinct: int = 0,
     ) -> None:
         self.version = version
         self.phase = Phase.FRESH if fresh else Phase.MEETING if sharded else Phase.OPEN
         self.voted = self.keeps = False
         self.fresh, self.sharded, self.held = fresh, sharded, held
+        self.distinct = distinct
         self._recalls: tuple[Held, int] | None = None
         """The part that is being taken from memory, and the number of its division."""
         self._prepares = Prepared()
@@ -484,12 +488,12 @@ class Transactions:
         numbers = {each.division.number for each in reports if each.division is not None}
         if len(numbers) > 1:
             return self._fail(f"ranks have parts of several divisions: {[each.division for each in reports]}")
-        if lost := lost_part(reports):
-            missing = missing_held(reports, self._target)
+        if lost := lost_part(reports, self.distinct):
+            missing = missing_held(reports, self._target, self.distinct)
             if not missing:
                 return self._fail(lost, lost=True)
             return self._recall(self.held, self._target, len(holders_of(reports)), missing, max(numbers))
-        moves, self._next = moves_of(reports, self._target, self._source), None
+        moves, self._next = moves_of(reports, self._target, self._source, self.distinct), None
         if not is_divided(reports):
             moves = [each for each in moves if each.what is What.REST]
             self._next = Division(number=self._number, size=len(reports), place=self._place)
@@ -578,6 +582,7 @@ def transaction_config(machine: Transactions) -> dict[str, Any]:
         "place": place,
         "size": size,
         "held": machine.held,
+        "distinct": machine.distinct,
     }
 
 

@@ -87,7 +87,8 @@ def local_begin(parameter: Any) -> int:
         return 0
     mesh = parameter.device_mesh
     ranks, at = mesh.size(mesh.ndim - 1), mesh.get_coordinate()[-1]
-    return min(len(parameter), at * -(-len(parameter) // ranks))
+    first: int = min(len(parameter), at * -(-len(parameter) // ranks))
+    return first
 
 
 def built() -> tuple[Any, list[Any]]:
@@ -100,6 +101,7 @@ def built() -> tuple[Any, list[Any]]:
         shape, names = ((size,), None) if "fsdp" in MODES else ((2, size // 2), ("replicate", "shard"))
         model = fsdp.fully_shard(net, mesh=meshes.init_device_mesh("cpu", shape, mesh_dim_names=names))
     every = [*model.parameters()]
+    torch.optim.SGD([torch.zeros(1)])  # from now on its step() calls hooks, inside that of Normed, too
     if "normed" in MODES:
         return model, [Normed(every, lr=0.05, momentum=0.9)]
     matrices, others = ([each for each in every if (each.dim() == 2) is wanted] for wanted in (True, False))

@@ -56,6 +56,7 @@ async def undisturbed(mode: str, ranks: int, program: Path = PROGRAM) -> frozens
         ("kept+every", "rank0:loop.begin:4", 3),
         ("scaler+fused", "rank1:loop.updated:2", 3),
         ("hybrid", "rank3:loop.delivered:2", 4),
+        ("hybrid", "rank0:loop.prepared:3,rank1:loop.prepared:3", 4),
         ("plain", "rank1:loop.prepared:4", 2),
     ],
 )

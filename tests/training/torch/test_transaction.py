@@ -278,6 +278,67 @@ def test_a_shard_that_nobody_has_is_lost(reports: tuple[str, ...], says: str) ->
         assert isinstance(fail, tx.Fail) and fail.lost and says in fail.reason
 
 
+def test_a_rank_lost_with_its_buddy_is_there_again_from_its_replica() -> None:
+    """In a mesh of two times two, ranks 0 and 2 have one shard, 1 and 3 the other."""
+    reports = ("f", "f", "3k", "3k")
+    rest = [move(What.REST, 2, place) for place in (0, 1)]
+    shards = [move(What.REPLICA, 2, 0), move(What.SHARD, 2, 1)]
+    copies = [move(What.COPY, 0, 1), move(What.COPY, 3, 0)]
+    for place, own in (
+        (0, [rest[0], shards[0], *copies]),
+        (1, [rest[1], shards[1], copies[0]]),
+        (2, [tx.Repeat(version=3), rest[0], shards[0], rest[1], shards[1]]),
+        (3, [tx.Repeat(version=3), copies[1]]),
+    ):
+        one = sharded(reports[place], place, 4)
+        one.distinct = 2
+        assert one.handle(met_sharded(place, *reports), now_ns=0) == own
+
+
+@pytest.mark.parametrize(
+    ("lost", "gives"),
+    [((0, 1), (3, What.REPLICA)), ((0, 1, 3), (4, What.SHARD)), ((0, 1, 3, 4), None)],
+)
+def test_a_shard_is_lost_with_all_replicas_and_buddies(
+    lost: tuple[int, ...], gives: tuple[int, What] | None
+) -> None:
+    """In a mesh of two times three, ranks 0 and 3 have one shard, and 1 and 4 copies of it."""
+    reports = ["f" if place in lost else "3k" for place in range(6)]
+    one = sharded("f", 0, 6)
+    one.distinct = 3
+    actions = one.handle(met_sharded(0, *reports), now_ns=0)
+    if gives is None:
+        assert isinstance(actions[0], tx.Fail) and actions[0].lost
+    else:
+        assert move(gives[1], gives[0], 0) in actions
+
+
+@given(seed=st.integers(0, 2**32), distinct=st.integers(1, 3), columns=st.integers(2, 3))
+@settings(max_examples=100, deadline=None)
+def test_a_shard_of_a_hybrid_mesh_comes_from_a_rank_that_has_it(
+    seed: int, distinct: int, columns: int
+) -> None:
+    """Any ranks are lost: each gets its own shard, or all say that a shard is lost with all who had it."""
+    rng, size = random.Random(seed), distinct * columns
+    reports = [rng.choice(["f", "3", "3k"]) for _ in range(size)]
+    machines = [sharded(each, place, size) for place, each in enumerate(reports)]
+    for one in machines:
+        one.distinct = distinct
+    found = [one.handle(met_sharded(place, *reports), now_ns=0) for place, one in enumerate(machines)]
+    own = {place % distinct for place, each in enumerate(reports) if each != "f"}
+    kept = {ward_of(place, size) % distinct for place, each in enumerate(reports) if each == "3k"}
+    is_lost = len(own | kept) < distinct or all(each == "f" for each in reports)
+    assert is_lost == any(isinstance(actions[0], tx.Fail) for actions in found)
+    for place, each in enumerate(reports):
+        came = [one for one in found[place] if isinstance(one, Move) and one.target == place]
+        shards = [one for one in came if one.what in (What.SHARD, What.REPLICA)]
+        assert len(shards) == (each == "f" and not is_lost)
+        for one in shards:
+            has = one.source if one.what is What.REPLICA else ward_of(one.source, size)
+            assert (has - place) % distinct == 0
+            assert reports[one.source] == "3k" or (reports[one.source], one.what) == ("3", What.REPLICA)
+
+
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
 def test_moves_end_in_any_order_of_ranks(seed: int, ranks: int) -> None:

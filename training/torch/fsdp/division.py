@@ -66,7 +66,9 @@ class What(Enum):
     REST = "rest"
     """All that is not sharded."""
     SHARD = "shard"
-    """Of the receiver, from its buddy."""
+    """Of the receiver, from its buddy, or from that of a rank with the same shard."""
+    REPLICA = "replica"
+    """As `SHARD`, from a rank whose own shard is the same, since both are in one group of replicas."""
     COPY = "copy"
     """Of the sender's shard, to its buddy, which keeps it."""
 
@@ -181,8 +183,11 @@ def next_number(reports: Sequence[Report]) -> int:
     return max((each.number for each in made), default=-1) + 1
 
 
-def holders_of(reports: Sequence[Report]) -> list[Holder | None]:
-    """Return where each part of the division is; None: nobody has it. reports: `settled`."""
+def holders_of(reports: Sequence[Report], distinct: int = 0) -> list[Holder | None]:
+    """Return where each part of the division is; None: nobody has it. reports: `settled`.
+
+    distinct: the number of parts after which they repeat, in a hybrid mesh; 0: none is another's.
+    """
     parts = [(at, each.division, each.keeps) for at, each in enumerate(reports) if each.division is not None]
     size = parts[0][1].size
     found: list[Holder | None] = [None] * size
@@ -191,12 +196,15 @@ def holders_of(reports: Sequence[Report]) -> list[Holder | None]:
             found[ward_of(part.place, size)] = Holder(at, True)
     for at, part, _ in parts:
         found[part.place] = Holder(at, False)
+    for place in [place for place, holder in enumerate(found) if holder is None and distinct]:
+        held = [each for each in enumerate(found) if each[1] is not None]
+        found[place] = next((holder for other, holder in held if (other - place) % distinct == 0), None)
     return found
 
 
-def lost_part(reports: Sequence[Report]) -> str:
-    """Return which part nobody has any more; "": each is there. reports: `settled`."""
-    holders, again = holders_of(reports), "start the run again, from its last checkpoint"
+def lost_part(reports: Sequence[Report], distinct: int = 0) -> str:
+    """Return which part nobody has any more; "": each is there. Arguments: of `holders_of`."""
+    holders, again = holders_of(reports, distinct), "start the run again, from its last checkpoint"
     for place, holder in enumerate(holders):
         if holder is not None:
             continue
@@ -242,12 +250,13 @@ def absent_in_words(reports: Sequence[Report]) -> str:
     return f"no step is whole in it: of the last one, the shard of rank {absent} of {newest.size} is missing"
 
 
-def missing_held(reports: Sequence[Report], version: int) -> list[int]:
+def missing_held(reports: Sequence[Report], version: int, distinct: int = 0) -> list[int]:
     """Return the parts that memory of fresh ranks has to give, so that none is missing at `version`.
 
     Empty: it cannot. A part of which memory has a copy alone is had by its buddy, with the buddy's own part.
+    distinct: see `holders_of`.
     """
-    holders = holders_of(reports)
+    holders = holders_of(reports, distinct)
     taken = {report.division.place for report in reports if report.division is not None}
     held = {
         (each.place, keeps)
@@ -269,17 +278,21 @@ def missing_held(reports: Sequence[Report], version: int) -> list[int]:
     return found
 
 
-def moves_of(reports: Sequence[Report], version: int, source: int) -> list[Move]:
+def moves_of(reports: Sequence[Report], version: int, source: int, distinct: int = 0) -> list[Move]:
     """Return what goes from whom to whom if each has the part of its place, or is to have it.
 
-    All perform theirs in this order, so none waits in a circle.
+    distinct: see `holders_of`. A part comes from a buddy, or, if that has no copy, from a replica. All make
+    their moves in this order, so none waits in a circle.
     """
     size, moves = len(reports), list[Move]()
     for place, report in enumerate(reports):
         if report.fresh:
             moves.append(Move(version=version, what=What.REST, source=source, target=place))
-            buddy = buddy_of(place, size)
-            moves.append(Move(version=version, what=What.SHARD, source=buddy, target=place))
+            giver = Holder(buddy_of(place, size), True)
+            if distinct and not reports[giver.rank].keeps:
+                giver = holders_of(reports, distinct)[place] or giver
+            what = What.SHARD if giver.copy else What.REPLICA
+            moves.append(Move(version=version, what=what, source=giver.rank, target=place))
     without = [place for place, report in enumerate(reports) if not report.keeps] if size > 1 else []
     wards = sorted((ward_of(place, size) for place in without), key=lambda ward: (ward % 2, ward))
     moves += [

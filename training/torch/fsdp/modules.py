@@ -132,6 +132,21 @@ class ShardedModules:
                     each._unsharded_param.grad = None
                 each.unsharded_accumulated_grad = None
 
+    def distinct(self, parameters: Sequence[Any]) -> int:
+        """Return the number of shards of a hybrid mesh of all ranks in order, after which they repeat.
+
+        parameters: all that a rank has. 0: the mesh is another one, or not all are sharded so.
+        """
+        hybrid = [placements.Replicate, placements.Shard]
+        if not all(is_sharded(each) and [*map(type, each.placements)] == hybrid for each in parameters):
+            return 0
+        meshes = [group.mesh_info.mesh.mesh for group in self.groups]
+        ranks = [*range(dist.get_world_size())]
+        if not meshes or any(mesh.flatten().tolist() != ranks for mesh in meshes):
+            return 0
+        sizes = {int(mesh.shape[1]) for mesh in meshes}
+        return sizes.pop() if len(sizes) == 1 else 0
+
     # Another number of ranks.
 
     def require_divisible(self, models: Sequence[Any], why: str) -> None:

@@ -159,6 +159,11 @@ class Shards:
         self._holds = False
         self._replica.replay(self._in.read())
 
+    @property
+    def distinct(self) -> int:
+        """The number of shards after which they repeat, in a hybrid mesh; 0: ranks may have others."""
+        return 0 if self.mirror is not None else self.modules.distinct(self._own.parameters)
+
     def commit(self) -> None:
         """The transaction under way is committed."""
         if self.mirror is not None:
@@ -211,14 +216,14 @@ class Shards:
 
     def send(self, group: Group, what: What, to: int) -> None:
         """Send a shard, or a copy of one. Raises as `Group.send` does."""
-        holder = self._own if what is What.COPY else self._replica or self.mirror
+        holder = self._own if what is not What.SHARD else self._replica or self.mirror
         assert holder is not None, "a rank without a copy is to give it"
         send_tree(group, to, holder.state(), "the shard of a rank")
 
     def receive(self, group: Group, what: What, source: int) -> None:
         """Receive this rank's shard, or the copy that it is to keep. Raises as `Group.recv` does."""
         state = receive_tree(group, source)
-        if what is What.SHARD:
+        if what is not What.COPY:
             self._own.load(state)
             if self.mirror is not None:
                 self.mirror.slots.replace()

@@ -167,7 +167,7 @@ class _Memory:
         return self._pieces[0]
 
     def commit(self) -> None:
-        """What was written last is committed."""
+        """Count what was written last as committed."""
         self._pieces.reverse()
 
 

@@ -142,7 +142,7 @@ class EngineTask(Task[TrainResult]):
         self._executor, self._counted = executor, (0, 0)
         """The executor that computes in the place of numpy; its launches and kernels after the last step."""
         self._paths = ""
-        """How devices reach each other in the last view."""
+        """The way in which devices reached each other in the last view."""
         self._shrinks = fewest < mesh.world_size
         self.resizes = self._shrinks and options.recuts(mesh)
         self._stages, self._rings = options.stages, RingRoom()

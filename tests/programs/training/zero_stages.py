@@ -43,6 +43,7 @@ def train(worker: zbmd.Worker, group: zbmd.Group, recipe: Recipe) -> None:
                 first, *others, last = trainer.shares
                 print(f"moved: {trainer.rebalance([first + 1, *others, last - 1])} {trainer.shares}")
             done = trainer.run_step()
+        assert steps
         digest = hashlib.sha256(trainer.weights().data).hexdigest()
         if worker.rank == 0:
             told = f"{done.loss!r} {done.grad_norm!r} {done.skipped} {digest}"

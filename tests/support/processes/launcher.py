@@ -230,9 +230,9 @@ class Launcher:
                 kill_marked(marker, spares)
 
     @contextmanager
-    def start(self, *arguments: str, **variables: str) -> Generator[Running]:
+    def start(self, *arguments: str, forked: bool = False, **variables: str) -> Generator[Running]:
         """Start the command as `session` does; it has to end by itself, and to leave nothing behind."""
-        with self.session(*arguments, **variables) as running:
+        with self.session(*arguments, forked=forked, **variables) as running:
             yield running
             running.end()
             self.assert_nothing_left(running.marker, running.text)

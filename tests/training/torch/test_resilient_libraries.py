@@ -26,7 +26,7 @@ PRELOADS = {
     "titan": ("torch.distributed.checkpoint", "torchdata.stateful_dataloader"),
 }
 PACKAGES = {"titan": "torchdata"}
-"""What a program needs, if it is not called so."""
+"""The package that a program needs, if it is not called so."""
 OWNED = "rank1:loop.prepared:4,rank0:loop.voted:9"
 """Of loops that a library owns: a kill in a step, and one in what follows it: logs, validation, a save."""
 FAULTS = {

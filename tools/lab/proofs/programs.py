@@ -40,7 +40,7 @@ SPANS = ((1, 8), (9, 16), (17, 32), (33, 48), (49, 64))
 """Numbers of ranks that are proved, and kept, together."""
 SOURCES = "sources"
 SOURCE_ROOTS = ("build_all", "spec_of", "verify", "encode")
-"""What builds and verifies programs: with all that these use, the sources from which the proofs follow."""
+"""The functions that build and verify programs: proofs follow from the sources of all that these use."""
 KEPT_FIELDS = 6
 """Of a line of `--kept`: digest, operation, algorithm, ranks, sets proved, seconds."""
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 """A loop as torchtitan's: decoder blocks in FSDP2 with mixed precision, a loader with a state, DCP saves.
 
 MODE: how it is saved, `sync` or `async`. OUT: a directory that all ranks share. DIES: the step behind which
@@ -9,7 +9,7 @@ Ranks print each step, and in the end the bits of their shards once the last che
 
 import hashlib
 import os
-import time
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from zbmd.transport import kill_points
 
 VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT = 64, 32, 4, 2, 16
 SAVE_EVERY = 3
+POLL_S = 0.05
 WRITING, REPLACED = (Path(os.environ["OUT"], name) for name in ("writing", "replaced"))
 
 
@@ -101,12 +102,14 @@ class Decoder(nn.Module):
 
     def begin(self) -> None:
         """Set parameters and buffers, once their memory is there."""
-        for each in self.modules():
+        modules: Any = self.modules()
+        for each in modules:
             if hasattr(each, "reset_parameters"):
                 each.reset_parameters()
         rates = 100.0 ** -torch.arange(0, 1, 2 * HEADS / WIDTH)
         angles = torch.outer(torch.arange(CONTEXT).float(), rates)
-        self.turns.copy_(torch.polar(torch.ones_like(angles), angles))
+        turns: Any = self.turns
+        turns.copy_(torch.polar(torch.ones_like(angles), angles))
 
 
 def sharded() -> Any:
@@ -127,7 +130,7 @@ def sharded() -> Any:
 
 def wait_for(path: Path) -> None:
     while not path.exists():
-        time.sleep(0.05)
+        threading.Event().wait(POLL_S)
 
 
 class Interrupted(dcp.FileSystemWriter):

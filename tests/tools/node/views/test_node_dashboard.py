@@ -144,7 +144,7 @@ async def test_nothing_is_left_of_a_launcher_that_is_killed(launcher: Launcher) 
         address = running.until(ADDRESS)[0][1]
         await until(address, "api/runs", lambda found: found["runs"] == ["run"])
         assert dashboards(running)
-        running.process.kill()
+        os.kill(running.process.pid, signal.SIGKILL)
     port = int(re.findall(r":(\d+)/", address)[0])
     await polling.until(lambda: is_refused(port))
 

@@ -34,7 +34,8 @@ def diagnose(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             monkeypatch.setenv(key, value)
         capsys.readouterr()
         code = await asyncio.to_thread(cli.main, ["diagnose", *words])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, err
 
     return run
 

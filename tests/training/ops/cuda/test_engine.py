@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -138,7 +138,7 @@ def test_optimizers_on_a_device_have_the_bits_of_numpy(config: Any) -> None:
     for array, wanted in zip(arrays, (new.weights, new.mean, new.square), strict=False):
         np.testing.assert_array_equal(array.get(), wanted)
     np.testing.assert_array_equal(narrow.get().view(np.uint16), new.weights.astype(BF16).view(np.uint16))
-    assert squares_of(slope, xp=np) ** 0.5 == pytest.approx(global_norm(grads, xp=np), rel=1e-6)
+    assert squares_of(cast("Any", slope), xp=np) ** 0.5 == pytest.approx(global_norm(grads, xp=np), rel=1e-6)
 
 
 class _Watched(Executor):
@@ -174,7 +174,7 @@ def _launches_of_steps() -> Iterator[tuple[ModelLaunch, list[Any], list[Any]]]:
         _, grads = _gradient(model, run, _weights(model))
         arrays = [run.zeros(model.layout.size, np.float32) for _ in range(3)]
         slope = run.upload(grads)
-        squares_of(slope, xp=np)
+        squares_of(cast("Any", slope), xp=np)
         DeviceOptimizer(AdamWConfig(), update_blocks(model.layout), run).update(
             arrays, run.empty(grads.size, BF16), slope, step=0, learning_rate=0.01, grad_scale=1.0
         )

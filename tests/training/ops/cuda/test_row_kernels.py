@@ -297,7 +297,7 @@ def test_the_norm_is_summed_in_blocks(kind: str) -> None:
     run("norm_and_clip", 1, [out], fixed(squares), 3, 2.5)
     if kind == "bf16":
         blocks = np.split(wide(grads), [NORM_BLOCK, 2 * NORM_BLOCK])
-        assert squares.array.tolist() == [squared_as_kernel(block) for block in blocks]
+        assert squares.tolist() == [squared_as_kernel(block) for block in blocks]
     norm = global_norm(wide(grads), xp=np)
     close(out, np.array([norm, clip_scale(norm, limit=2.5)]), "f32")
     for bad in (np.nan, np.inf):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.optional
 
 NODES = 2
 STANDS = {DDP: "loop.prepared:9", FSDP: "loop.prepared:8"}
-"""Where all ranks stand still while step 6 is the last one that is committed."""
+"""The points at which all ranks stand still while step 6 is the last one that is committed."""
 STEP = 6
 
 

@@ -102,9 +102,11 @@ def test_a_rank_and_its_buddy_that_are_lost_together_come_back_from_memory() -> 
 
 
 def test_a_lost_nodes_shard_comes_from_the_copy_that_its_buddys_memory_has() -> None:
-    held = [(part(6, 0, 3, keeps=True),), (), (part(6, 2, 3, keeps=True),)]
-    machines = [holding(*each, place=at, size=3, sharded=True) for at, each in enumerate(held)]
-    assert meet(machines) == [[tx.Recall(held=held[0][0])], [tx.Meet()], [tx.Recall(held=held[2][0])]]
+    first, last = (part(6, place, 3, keeps=True) for place in (0, 2))
+    machines = [
+        holding(*each, place=at, size=3, sharded=True) for at, each in enumerate(([first], [], [last]))
+    ]
+    assert meet(machines) == [[tx.Recall(held=first)], [tx.Meet()], [tx.Recall(held=last)]]
     for each in (machines[0], machines[2]):
         each.handle(tx.Recalled(), now_ns=0)
     _, taken, _ = meet(machines)

@@ -210,12 +210,22 @@ def agreed_name(exchange: Exchange, where: str, rank: int, refused: str) -> str:
             return [int.from_bytes(row, "little") for row in rows]
 
         found = newest_whole(Path(where), vote, place=rank, places=places)
+        names = {row.decode(errors="replace") for row in exchange.gather(_name_in(found).encode())}
+        if len(names) > 1:
+            raise UserError(
+                f"ranks see other checkpoints in {where}: {sorted(names)} are the newest whole ones; give "
+                "a directory that all hosts share, or copies that are alike"
+            )
     except LOSSES as error:  # all meet again before the first step, and have chosen by then
         CONTINUITY.note(error)
         if refused:
             raise UserError(refused) from None
         found = newest_whole(Path(where))
-    return str(found).rpartition("/")[2]
+    return _name_in(found)
+
+
+def _name_in(index: Path) -> str:
+    return str(index).rpartition("/")[2]
 
 
 def resumed(

@@ -65,7 +65,8 @@ class ValueWaits:
 
     def require_free(self) -> None:
         """Raise `Undefined` if a call that waits for all of the device would wait for a number."""
-        self.host.run_until(lambda: False)
+        with self.host.lock:  # what two threads took from one stream would run in any order
+            self.host.run_until(lambda: False)
         if self._held:
             raise Undefined("a call that waits for the whole device, while a stream waits for a number")
 

@@ -133,14 +133,13 @@ class Executor:
         self._copies: Final = api.stream_create()
         self._captured: Final = api.stream_create()
         """Records graphs, so that other threads may copy in the order of `stream` meanwhile."""
-        self._asked = self.stream
-        """The stream that launches go to: `stream` or `_captured`."""
         self._capturing_thread = 0
         self._compile = compile
         self._modules = dict[str, int]()
         self._functions = dict[str, int]()
         self._free: Final = Pool()
-        self._pool = self._free
+        self._within = threading.local()
+        """The pool of a thread's new arrays, if it has one: other threads reduce meanwhile."""
         self._up, self._down = _Pieces(api), _Pieces(api)
         self._ordered: Final = api.event_create()
         self.held_bytes = 0
@@ -152,7 +151,7 @@ class Executor:
         """Return a new array with undefined contents. Raises `DeviceMemoryError`."""
         extents, kind = (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype)
         nbytes = size_class(int(np.prod(extents, dtype=np.int64)) * kind.itemsize)
-        pool = self._pool
+        pool = getattr(self._within, "pool", self._free)
         address = pool.take(nbytes)
         if address is None:
             address = self._allocate(nbytes)
@@ -160,12 +159,13 @@ class Executor:
 
     @contextmanager
     def within(self, pool: Pool) -> Generator[None]:
-        """Let arrays that are made in the block take their memory from `pool`, and return it there."""
-        before, self._pool = self._pool, pool
+        """Let arrays that this thread makes in the block take memory from `pool`, and return it there."""
+        before = getattr(self._within, "pool", self._free)
+        self._within.pool = pool
         try:
             yield
         finally:
-            self._pool = before
+            self._within.pool = before
 
     def close_pool(self, pool: Pool) -> None:
         """Hand the memory of `pool` to all arrays. Nothing that uses it may be asked for any more."""
@@ -293,7 +293,7 @@ class Executor:
         """
         graph, before, stream = Graph(), (self.launches, self.kernels), self._captured
         self.api.stream_begin_capture(stream)
-        self._asked, self._capturing_thread = stream, threading.get_ident()
+        self._capturing_thread = threading.get_ident()
         try:
             yield graph
         except BaseException:
@@ -303,12 +303,21 @@ class Executor:
         else:
             graph.number = self.api.stream_end_capture(stream)
         finally:
-            self._asked, self._capturing_thread = self.stream, 0
+            self._capturing_thread = 0
             graph.launches = self.kernels - before[1]
             self.launches, self.kernels = before
 
+    @property
+    def _is_capturing(self) -> bool:
+        return self._capturing_thread == threading.get_ident()
+
+    @property
+    def _asked(self) -> int:
+        """The stream that launches of this thread go to."""
+        return self._captured if self._is_capturing else self.stream
+
     def _require_no_capture(self) -> None:
-        if self._capturing_thread == threading.get_ident():
+        if self._is_capturing:
             raise LocalProtocolError(
                 "a copy between host and device was to be captured, but its page-locked memory has other "
                 "contents when the graph is replayed: copy before, and replay then"

@@ -25,6 +25,8 @@ READERS = {
     "collectives/torch/flights.py": "when calls began, in the dump of PyTorch's recorder",
     "tools/lab/faults/slow.py": "when a drawn run began, beside the monotonic clock",
     "tools/node/recorder.py": "when a launch began, beside the monotonic clock",
+    "tools/node/run_many.py": "when a launch began, for what outlives it to tell launches apart",
+    "tools/telemetry/diagnosis/cluster.py": "how far the clocks of nodes are from this one",
     "tools/telemetry/otlp.py": "the stamp of metrics that are sent",
     "training/profiler/metrics.py": "the stamps of a file of metrics, which tell processes of a rank apart",
     "training/profiler/profiler.py": "when a run began, beside the monotonic clock",

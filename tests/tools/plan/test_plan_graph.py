@@ -20,7 +20,7 @@ def test_the_table_has_nodes_decisions_and_memory(capsys: pytest.CaptureFixture[
     assert text.startswith("zbmd: 2 layers of 64, bf16, 2 windows of 16 tokens\n")
     assert "embedding(tokens, embed.weight)" in text
     assert "attention(%21, distance_bias)  [scores + softmax + mix]" in text
-    assert "matmul + squared_relu_grad: no epilogue of the products has squared_relu_grad" in text
+    assert "matmul + squared_relu_grad: applied before the product is stored, rounded once" in text
     assert "blocks.1" not in text and "the other blocks are like blocks.0" in text
     assert "blocks.1" in run(capsys, "--nodes")
     traced, fused = text.splitlines()[-2:]

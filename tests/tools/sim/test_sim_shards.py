@@ -36,8 +36,8 @@ MUTATIONS = [
         (
             Edit(
                 f"{LOOP}._divisions",
-                "moves_of(reports, self._target, self._source), None",
-                "[move for move in moves_of(reports, self._target, self._source)"
+                "moves_of(reports, self._target, self._source, self.distinct), None",
+                "[move for move in moves_of(reports, self._target, self._source, self.distinct)"
                 " if move.what is not What.COPY or not reports[move.target].fresh], None",
             ),
         ),

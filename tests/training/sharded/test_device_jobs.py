@@ -91,7 +91,7 @@ def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, t
 
 
 def test_gpus_that_reach_each_other_exchange_directly_also_after_a_death(data: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": 0}
+    given: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": 0, "graph": "tape"}
     code, calm, lines = _run(_options(tmp_path / "alone", data, **given), 1)
     assert code == 0, lines
     reaching = {modelled_gpu.SHARES_VARIABLE: "1", faults.FAULT_VARIABLE: "rank1:zero.updated:2"}

@@ -27,7 +27,7 @@ from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.module import DeviceModule
-from zbmd.training.sharded.options import TrainOptions
+from zbmd.training.sharded.options import StepGraph, TrainOptions
 from zbmd.transport import kill_points as faults
 from zbmd.transport.cuda.runtime import runtime_of_device
 from zbmd.transport.errors import UserError
@@ -154,6 +154,8 @@ class MeshCase:
     alike: str = "dp=1"
     heads: int = 1
     layers: int = 1
+    graph: StepGraph = "tape"
+    """Graphs are fused along `dp` alone, and round elsewhere: meshes have the tape's bits."""
 
 
 MESHES: Final = (
@@ -166,7 +168,7 @@ MESHES: Final = (
 
 def job(target: str = JOB, *, is_module: bool = True, steps: int = STEPS) -> str:
     """Train by `--device cuda` on two ranks, undisturbed, then with a rank killed; compare the bits."""
-    case = MeshCase(mesh="dp=2", fault=f"rank1:job.begin:{steps // 2}", alike="dp=2")
+    case = MeshCase(mesh="dp=2", fault=f"rank1:job.begin:{steps // 2}", alike="dp=2", graph="fused")
     with tempfile.TemporaryDirectory() as folder:
         _compare([case], Path(folder), target, is_module, steps)
     return f"{steps} steps of two ranks, rank 1 killed at {steps // 2}: the same weights"
@@ -208,6 +210,7 @@ def _weights(out: Path, data: Path, target: str, is_module: bool, steps: int, ca
         precision="bfloat16",
         device="cuda",
         evaluate_windows=2,
+        graph=case.graph,
     )
     output = RanksOutput(None)
     config = HostConfig(

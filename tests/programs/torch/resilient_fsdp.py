@@ -182,6 +182,8 @@ def main() -> None:
     loss = torch.zeros(())
     for x, index in run.batches(loader, epochs=EPOCHS):
         with run.step():
+            if {"AWAITS", "STOPS"} & os.environ.keys():
+                importlib.import_module("support.jobs.interrupted").interrupted(run.steps)
             optimizer.zero_grad()
             for part, (a, b) in enumerate(
                 zip(x.chunk(2), x.sin().sum(1, keepdim=True).chunk(2), strict=True)

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from programs import PROGRAMS
 
 from support.processes.kept_lines import Lines
 from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
+from zbmd.actors.cluster.jobs.reports import HostEvent, Observer, RankStarted, SpareReady
+from zbmd.actors.hangs.verdict import HangNotice, OnHang
+from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
 from zbmd.actors.view import OnLoss, Outcome
 from zbmd.tools.chaos.loops import difference
 from zbmd.tools.chaos.loops import reports_in as steps_in
 
 PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
 """Also the points at which tests kill ranks that write checkpoints."""
-__all__ = ["check_as_undisturbed", "shrink", "steps_in", "train"]
+SECOND_NS: Final = 1_000_000_000
+__all__ = ["check_as_undisturbed", "shrink", "steps_in", "train", "with_a_spare", "with_a_stopped_rank"]
+
+
+class Became(NamedTuple):
+    """The start of a rank again."""
+
+    rank: int
+    was_spare: bool
 
 
 async def train(
@@ -28,11 +39,14 @@ async def train(
     *,
     together: Path | None = None,
     preload: Sequence[str] = (),
+    observer: Observer | None = None,
+    **options: Any,
 ) -> tuple[RunResult, list[str]]:
     """Return how the run ended, and what its ranks printed. fault: of `ZBMD_FAULT`. more: variables.
 
     together: a directory to be made, if all ranks are to be killed once all have come to where they are.
-    preload: modules that are imported before ranks are forked, beside PyTorch's.
+    preload: modules that are imported before ranks are forked, beside PyTorch's. observer: of the host.
+    options: more of `HostConfig`.
     """
     variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {}), **(more or {})}
     output = Lines()
@@ -47,8 +61,56 @@ async def train(
         arena_bytes=32 << 20,
         environment=variables,
         preload=(*PRELOAD, *preload),
+        **options,
     )
-    return await Host(config, output=output).run(), output.lines
+    return await Host(config, output=output, observer=observer).run(), output.lines
+
+
+async def with_a_spare(program: Path, folder: Path, fault: str) -> tuple[RunResult, list[str], list[Became]]:
+    """Return what `train` does, and each rank that was started again, with whether it was a spare.
+
+    All ranks wait for the spare, in a step before that of `fault`.
+    """
+    became, waits = list[Became](), folder / "waits"
+
+    async def observe(event: HostEvent) -> None:
+        if isinstance(event, SpareReady):
+            waits.touch()
+        if isinstance(event, RankStarted) and event.incarnation > 1:
+            became.append(Became(event.rank, event.was_spare))
+
+    result, lines = await train(
+        program,
+        "plain",
+        fault,
+        more={"AWAITS": str(waits), SPARE_RANKS_VARIABLE: "1"},
+        observer=observe,
+        recovery_budget_ns=20 * SECOND_NS,  # within it a spare has to answer, on a machine that is busy
+    )
+    return result, lines, became
+
+
+async def with_a_stopped_rank(program: Path, rank: int) -> tuple[RunResult, list[str], set[int]]:
+    """Return what `train` does, and the ranks that were named since they hang: one is stopped in a step.
+
+    Another one that is slow may be named and replaced as well, which changes nothing either.
+    """
+    named = set[int]()
+
+    async def observe(event: HostEvent) -> None:
+        if isinstance(event, HangNotice):
+            named.update(culprit for culprit, _ in event.culprits)
+
+    result, lines = await train(
+        program,
+        "plain",
+        more={"STOPS": str(rank)},
+        observer=observe,
+        progress_deadline_ns=3 * SECOND_NS,
+        on_hang=OnHang.REPLACE,
+        max_restarts=20,
+    )
+    return result, lines, named
 
 
 async def shrink(

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 from programs import PROGRAMS
-from support.jobs.resilient_loops import PRELOAD, check_as_undisturbed, steps_in
+from support.jobs.resilient_loops import (
+    PRELOAD,
+    check_as_undisturbed,
+    steps_in,
+    with_a_spare,
+    with_a_stopped_rank,
+)
 from support.jobs.resilient_loops import train as run_loop
 from support.processes.kept_lines import Lines
 
@@ -136,3 +142,25 @@ async def test_a_survivor_ends_as_those_that_have_finished(
     else:
         assert result.outcome is Outcome.FAILED, output.lines
         assert "ScriptsEnded: rank 2 finished its script" in "\n".join(output.lines), output.lines
+
+
+async def test_a_spare_takes_the_place_of_a_killed_rank_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted, fault = await undisturbed("plain"), "rank1:loop.voted:6"
+    result, lines, became = await with_a_spare(PROGRAM, tmp_path, fault)
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    assert became == [(1, True)], became
+    check_as_undisturbed(steps_in(lines), wanted, fault)
+
+
+async def test_a_rank_that_is_stopped_is_named_and_replaced_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted = await undisturbed("plain")
+    result, lines, named = await with_a_stopped_rank(PROGRAM, 1)
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    told, final = set(steps_in(lines)), {line for line in wanted if line.startswith("final")}
+    assert 1 in named and result.restarts and told <= wanted and final <= told, sorted(told - wanted)

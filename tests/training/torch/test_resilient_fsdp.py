@@ -7,7 +7,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.jobs.resilient_loops import check_as_undisturbed, steps_in, train
+from support.jobs.resilient_loops import (
+    check_as_undisturbed,
+    steps_in,
+    train,
+    with_a_spare,
+    with_a_stopped_rank,
+)
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
@@ -151,3 +157,25 @@ async def test_a_shard_and_a_copy_that_differ_are_found(
     )
     told = [line for line in output.lines if re.search(words, line)]
     assert result.outcome is Outcome.SUCCEEDED and len(told) == 3, output.lines
+
+
+async def test_a_spare_takes_the_place_of_a_killed_rank_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted, fault = await undisturbed("plain", 3), "rank1:loop.voted:6"
+    result, lines, became = await with_a_spare(PROGRAM, tmp_path, fault)
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    assert became == [(1, True)], became
+    check_as_undisturbed(steps_in(lines), wanted, fault)
+
+
+async def test_a_rank_that_is_stopped_is_named_and_replaced_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    wanted = await undisturbed("plain", 3)
+    result, lines, named = await with_a_stopped_rank(PROGRAM, 1)
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    told, final = set(steps_in(lines)), {line for line in wanted if line.startswith("final")}
+    assert 1 in named and result.restarts and told <= wanted and final <= told, sorted(told - wanted)

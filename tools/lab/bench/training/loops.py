@@ -3,12 +3,14 @@
     python -m zbmd.tools.lab.bench.training.loops cost        DDP and FSDP2, 2 ranks, 10 M parameters
     python -m zbmd.tools.lab.bench.training.loops cost --held   the same, each step kept beyond the ranks
     python -m zbmd.tools.lab.bench.training.loops recovery    4 ranks, 10 M parameters
+    python -m zbmd.tools.lab.bench.training.loops recovery --spare-ranks 1
     python -m zbmd.tools.lab.bench.training.loops recovery --kinds ddp --ranks 2 --width 3072 --layers 9
     python -m zbmd.tools.lab.bench.training.loops recovery --kinds fsdp2 --ranks 2 --width 3072 --layers 19
 
 The last two have 1 GiB of state a rank: 12 bytes a parameter, float32 with two moments, all on each rank or a
 half. `cost` makes steps of the same model without and with `zbmd.torch.resilient` in turns, in the same
-processes. `recovery` kills a rank again and again in one run, each time after some steps.
+processes. `recovery` kills a rank again and again in one run, each time after some steps, and with
+`--spare-ranks` once so many spares wait.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from typing import Any, Final
 import uvloop
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankStarted, SpareLost, SpareReady
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
+from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
 from zbmd.actors.view import Outcome
 from zbmd.tools.node.run import snapshot_keeper
 from zbmd.transport.errors import UserError
@@ -117,6 +121,7 @@ class Watch:
     """The output of a run: it keeps the lines of rank 0, and kills ranks if that is asked for."""
 
     kills: int = 0
+    spares: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     host: Host | None = None
     lines: list[str] = field(default_factory=list[str])
@@ -126,6 +131,12 @@ class Watch:
     """Epoch and time of the last committed step of a rank."""
     _calm: int = 0
     _killed_ns: int = 0
+    _waiting: int = 0
+
+    async def observe(self, event: HostEvent) -> None:
+        """Count the spares that wait for a rank."""
+        self._waiting += isinstance(event, SpareReady)
+        self._waiting -= isinstance(event, SpareLost) or (isinstance(event, RankStarted) and event.was_spare)
 
     async def write_line(self, line: OutputLine) -> None:
         """Take a line."""
@@ -150,7 +161,7 @@ class Watch:
                 self.steps_s.append((at_ns - self._last[1]) / 1e9)
         if self._calm % ranks == 0:
             self._last = epoch, at_ns
-        if self._calm >= STEPS_BEFORE * ranks:
+        if self._calm >= STEPS_BEFORE * ranks and self._waiting >= self.spares:
             if len(self.recoveries_s) == self.kills:
                 self.host.stop("all kills are measured")
                 self._calm = -sys.maxsize
@@ -172,11 +183,11 @@ async def run_of(arguments: argparse.Namespace, kind: str, watch: Watch) -> None
         arena_bytes=256 << 20,
         max_restarts=arguments.kills,
         restart_window_s=3600.0,
-        environment={"ZBMD_LOOPS_RANK": "1"},
+        environment={"ZBMD_LOOPS_RANK": "1", SPARE_RANKS_VARIABLE: str(arguments.spare_ranks)},
         preload=("torch", "torch._dynamo", "zbmd.training.torch.resilient"),
     )
     keeper = snapshot_keeper(config, HELD_S, watch.lines.append) if arguments.held else None
-    host = watch.host = Host(config, output=watch, snapshots=keeper)
+    host = watch.host = Host(config, output=watch, observer=watch.observe, snapshots=keeper)
     ended = await host.run()
     if ended.outcome not in (Outcome.SUCCEEDED, Outcome.STOPPED):
         raise UserError(f"{kind} did not end well: {ended.reason}\n" + "\n".join(watch.lines[-20:]))
@@ -209,12 +220,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=10, help="of each, in cost (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="of a turn, in cost (%(default)s)")
     parser.add_argument("--held", action="store_true", help="keep each step in memory beyond the ranks")
+    parser.add_argument("--spare-ranks", type=int, default=0, help="as of zbmd-node run (%(default)s)")
     parser.add_argument("--kills", type=int, default=5, help="in recovery (%(default)s)")
     arguments = parser.parse_args(argv)
     log_to_stderr()
     parameters = arguments.width**2 * arguments.layers
     for kind in arguments.kinds:
-        watch = Watch(kills=arguments.kills if arguments.what == "recovery" else 0)
+        recovers = arguments.what == "recovery"
+        watch = Watch(
+            kills=arguments.kills if recovers else 0, spares=arguments.spare_ranks if recovers else 0
+        )
         try:
             uvloop.run(run_of(arguments, kind, watch))
         except UserError as error:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from zbmd.transport.errors import RemoteProtocolError
+
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 
 dist: Any = importlib.import_module("torch.distributed")
 fsdp: Any = importlib.import_module("torch.distributed.fsdp")
 ours: Any = importlib.import_module("zbmd.training.torch.fsdp.modules")
+mirror: Any = importlib.import_module("zbmd.training.torch.fsdp.mirror")
 replica: Any = importlib.import_module("zbmd.training.torch.fsdp.replica")
 shards: Any = importlib.import_module("zbmd.training.torch.fsdp.shards")
 
@@ -54,6 +57,60 @@ def test_a_copy_makes_the_same_updates_through_a_letter(number: int) -> None:
     for mine, theirs in zip(one["moments"], other["moments"], strict=True):
         assert mine.keys() == theirs.keys() and mine
         assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in mine)
+
+
+class Counting(torch.optim.SGD):  # type: ignore[misc, name-defined]
+    """Counts in an attribute, and keeps a tensor beside those of its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update."""
+        self.calls = getattr(self, "calls", 0) + 1
+        self.state["total"] = self.state.get("total", torch.zeros(2)) + self.calls
+        return super().step(closure)
+
+
+def counting() -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, mirror.MirroredShard([model], [optimizer])
+
+
+def stepped(optimizer: Any, shard: Any, steps: int) -> None:
+    for step in range(steps):
+        for each in shard.updated:
+            each.grad = torch.full_like(each, 1.0 + step)
+        optimizer.step()
+
+
+def test_a_part_takes_all_that_an_optimizer_keeps_through_bytes() -> None:
+    (one, own), (other, theirs) = counting(), counting()
+    stepped(one, own, 3)
+    theirs.load(mirror.unpacked(mirror.packed(own.state(), mirror._Memory())))
+    assert other.calls == 3 and torch.equal(other.state["total"], one.state["total"])
+    for optimizer, shard in ((one, own), (other, theirs)):
+        stepped(optimizer, shard, 2)
+    assert all(torch.equal(a, b) for a, b in zip(own.updated, theirs.updated, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "entries"),
+    [
+        ({"step": 1}, {}),
+        ({"param_groups": 1}, {}),
+        ({"_optimizer_step_pre_hooks": 1}, {}),
+        ({"calls": [1]}, {}),
+        ({3: 1}, {}),
+        ({}, {3: 1}),
+    ],
+)
+def test_a_part_sets_nothing_that_no_part_has(attributes: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    optimizer, shard = counting()
+    stepped(optimizer, shard, 1)
+    part = {**shard.state(), "attributes": [attributes], "entries": [entries]}
+    with pytest.raises(RemoteProtocolError, match="Counting"):
+        shard.load(part)
+    assert optimizer.calls == 1
 
 
 def test_fsdp2_has_the_private_names_that_are_used() -> None:

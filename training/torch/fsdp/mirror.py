@@ -70,6 +70,7 @@ class MirroredShard(Shard):
                 for name, kind in of.items():
                     self._moments(parameter)[name] = _as_kind(values[name], kind, parameter)
             for optimizer, found, numbers in zip(self.optimizers, entries, attributes, strict=True):
+                _require_known(optimizer, found, numbers)
                 optimizer.state.update(found)
                 vars(optimizer).update(numbers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -143,6 +144,17 @@ def _attributes_of(optimizer: Any) -> dict[str, Any]:
                 "would miss: keep them in state, by parameter"
             )
     return found
+
+
+def _require_known(optimizer: Any, entries: dict[Any, Any], attributes: dict[Any, Any]) -> None:
+    """Raise `RemoteProtocolError` for what `_entries_of` and `_attributes_of` never return."""
+    for name, value in attributes.items():
+        is_kept = name in _OF_OPTIMIZER or str(name).endswith("_hooks")
+        is_code = callable(getattr(type(optimizer), str(name), None))
+        if is_kept or is_code or not isinstance(value, (*_PLAIN, torch.Tensor)):
+            raise RemoteProtocolError(f"a part sets {name!r} of {type(optimizer).__name__} to {value!r:.60}")
+    if strangers := [name for name in [*entries, *attributes] if not isinstance(name, str)]:
+        raise RemoteProtocolError(f"a part of {type(optimizer).__name__} has {strangers[0]!r:.60} as a name")
 
 
 def _has_tensors(value: Any, depth: int) -> bool:

@@ -41,7 +41,7 @@ KEPT_BYTES_MAX: Final = 64 << 20
 """Of tensors that an operation in the tail may spoil, and that are copied before it."""
 
 SAVERS: Final = "AsyncCheckpointExecutor"
-"""How PyTorch's threads are called that write a checkpoint beside a loop: `async_save` makes one for each."""
+"""The prefix of the names of PyTorch's threads that write a checkpoint beside a loop (`async_save`)."""
 
 BESIDE: Final = "zbmd_beside"
 """The attribute of an error that a thread beside the loop got."""

@@ -101,9 +101,7 @@ class _Search:
         self.seen: list[tuple[str, ShardNames | None, str]] = []
 
     def whole_from(self, first: int) -> int:
-        """Return the number of the first one from `first` on of which this rank's part is whole, or
-        `_NONE`.
-        """
+        """Return the first number from `first` on of one of which this rank's part is whole, or `_NONE`."""
         for at in itertools.count():
             if at == len(self.seen):
                 try:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,10 +59,9 @@ def pieces_of(grads: Array, span: slice, *, size: int = sys.maxsize) -> Pieces:
 
 def _block_squares(grads: Array, xp: ModuleType = np) -> Pieces:
     """Return the sums of squares of the blocks of `grads`, which begins with one."""
-    on_device: Any = grads if square_like(grads) is squared_as_kernel else None
-    if on_device is not None:
-        squares: Pieces = on_device.block_squares().astype(np.float64)
-        return squares
+    of_device: Callable[[], NDArray[np.float32]] | None = getattr(grads, "block_squares", None)
+    if of_device is not None:
+        return of_device().astype(np.float64)
     starts = range(0, len(grads), NORM_BLOCK)
     return np.array([_squared(grads[start : start + NORM_BLOCK], xp) for start in starts])
 

@@ -20,7 +20,7 @@ from zbmd.tools.chaos.loops import reports_in as steps_in
 PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
 """Also the points at which tests kill ranks that write checkpoints."""
 SECOND_NS: Final = 1_000_000_000
-__all__ = ["check_as_undisturbed", "shrink", "steps_in", "train", "with_a_spare", "with_a_stopped_rank"]
+__all__ = ["check_as_undisturbed", "shrink", "steps_in", "survives_a_stop", "takes_a_spare", "train"]
 
 
 class Became(NamedTuple):
@@ -66,11 +66,12 @@ async def train(
     return await Host(config, output=output, observer=observer).run(), output.lines
 
 
-async def with_a_spare(program: Path, folder: Path, fault: str) -> tuple[RunResult, list[str], list[Became]]:
-    """Return what `train` does, and each rank that was started again, with whether it was a spare.
+async def takes_a_spare(program: Path, folder: Path, wanted: Collection[str]) -> None:
+    """Check that a spare becomes the rank that is killed, and all ends as `wanted`: an undisturbed run.
 
-    All ranks wait for the spare, in a step before that of `fault`.
+    All ranks wait for the spare, in a step before that of the kill.
     """
+    fault = "rank1:loop.voted:6"
     became, waits = list[Became](), folder / "waits"
 
     async def observe(event: HostEvent) -> None:
@@ -87,11 +88,13 @@ async def with_a_spare(program: Path, folder: Path, fault: str) -> tuple[RunResu
         observer=observe,
         recovery_budget_ns=20 * SECOND_NS,  # within it a spare has to answer, on a machine that is busy
     )
-    return result, lines, became
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    assert became == [(1, True)], became
+    check_as_undisturbed(steps_in(lines), wanted, fault)
 
 
-async def with_a_stopped_rank(program: Path, rank: int) -> tuple[RunResult, list[str], set[int]]:
-    """Return what `train` does, and the ranks that were named since they hang: one is stopped in a step.
+async def survives_a_stop(program: Path, wanted: frozenset[str]) -> None:
+    """Check that rank 1, which is stopped in a step, is named and replaced, and all ends as `wanted`.
 
     Another one that is slow may be named and replaced as well, which changes nothing either.
     """
@@ -104,13 +107,15 @@ async def with_a_stopped_rank(program: Path, rank: int) -> tuple[RunResult, list
     result, lines = await train(
         program,
         "plain",
-        more={"STOPS": str(rank)},
+        more={"STOPS": "1"},
         observer=observe,
         progress_deadline_ns=3 * SECOND_NS,
         on_hang=OnHang.REPLACE,
         max_restarts=20,
     )
-    return result, lines, named
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    told, final = set(steps_in(lines)), {line for line in wanted if line.startswith("final")}
+    assert 1 in named and result.restarts and told <= wanted and final <= told, sorted(told - wanted)
 
 
 async def shrink(

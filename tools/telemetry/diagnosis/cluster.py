@@ -45,7 +45,7 @@ RECORDS_OF_JOB_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFound:
-    """The records of a job. sources: what was read, and which nodes did not answer, in words."""
+    """The records of a job. sources: what was read, and which nodes did not answer."""
 
     launches: tuple[Launch, ...]
     sources: tuple[str, ...]
@@ -181,7 +181,7 @@ async def _list(node: Node, limit: asyncio.Semaphore) -> _Listed | str:
 async def _records(
     listed: _Listed, job: str, ahead_ns: int, limit: asyncio.Semaphore
 ) -> tuple[list[Launch], list[str]]:
-    """Read the records of a job that a node has; also what was read, in words."""
+    """Return the records of a job that a node has, and what was read."""
     wanted = [one for one in listed.records if f"{one.job:x}" == job][-RECORDS_OF_JOB_MAX:]
     name = _name(listed.node)
     if not wanted:

@@ -97,7 +97,7 @@ class OwnedRun(Run):
         self._last: Any = None
         """The result of the part that was made again last."""
         none = Saves(where="", every=0, retention=Retention(), codec=Codec.NONE)
-        options = Options(out=None, saves=none, resume=False, exact=False, mirror=False)
+        options = Options(out=None, saves=none, resume=False, exact=False)
         super().__init__(models, optimizers, [*others, frame], seed, options)
 
     @property

@@ -113,7 +113,8 @@ async def test_a_rank_and_its_buddy_together_end_the_run(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     output, fault = Lines(), "rank1:loop.prepared:3,rank2:loop.prepared:3"
     config = HostConfig(
-        target=str(PROGRAM),
+        target=str(PROGRAMS / "torch/together.py"),  # one alone would shrink the run, and the other's buddy be rank 0
+        arguments=(str(tmp_path / "together"), "2", str(PROGRAM)),
         world_size=3,
         on_loss=OnLoss.SHRINK,
         arena_bytes=32 << 20,

@@ -33,6 +33,7 @@ FIRST = os.environ["ZBMD_INCARNATION"] == "1"
 
 
 def log(text: str) -> None:
+    """Write a line that begins with this rank; what follows is of a communicator, known by its size."""
     with LOG.open("a") as file:
         file.write(f"{os.environ['RANK']} {text}\n")
 
@@ -59,8 +60,8 @@ class Late:
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self.aborted = threading.Event()
-        log(f"made {rank} of {size}")
+        self.aborted, self.size = threading.Event(), size
+        log(f"{size} made {rank}")
 
     def allreduce(self, tensors: list[Any], options: Any) -> LateWork:
         copies = [get(tensor) for tensor in tensors]
@@ -82,11 +83,11 @@ class Late:
         return LateWork(self, self.gloo.recv(copies, source, tag), tensors, copies)
 
     def abort(self) -> None:
-        log("aborted")
+        log(f"{self.size} aborted")
         self.aborted.set()
 
     def shutdown(self) -> None:
-        log("shut down")
+        log(f"{self.size} shut down")
 
 
 def start() -> tuple[int, int]:

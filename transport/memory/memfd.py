@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -390,6 +391,8 @@ class Filler:
     given: the kernel clears a page only then, which takes longer than to allocate it. Before each piece the
     memory that is available is read, since others allocate meanwhile. before: bytes of the mapping that lie
     in another file; is_there: the pages are allocated already, and wanted ones are only mapped.
+
+    In a process that is forked meanwhile the thread is missing: it begins anew once pages are wanted there.
     """
 
     def __init__(
@@ -409,12 +412,20 @@ class Filler:
         self._wanted: dict[int, None] = {}
         """Those that a thread waits for."""
         self._error: Exception | None = None
-        self._stopped = self._is_over = False
+        self._stopped = self._is_over = self._is_left_behind = False
         self._changed = threading.Condition()
+        self._fd, self._mapping = os.dup(fd), mapping
+        self._start()
+        _fillers.add(self)
+
+    def _start(self) -> None:
         # A daemon: nobody waits for pages that a process which ends has not asked for.
-        arguments = os.dup(fd), mapping
-        self._thread = threading.Thread(target=self._run, args=arguments, name="zbmd-fill", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="zbmd-fill", daemon=True)
         self._thread.start()
+
+    def after_fork(self) -> None:
+        """In the child: know that the thread has stayed behind, perhaps with the lock."""
+        self._changed, self._is_left_behind = threading.Condition(), not self._is_over
 
     def wait_for(self, begin: int, end: int) -> None:
         """Return when all pages of [begin, end) are there. Raises as the thread, `OutOfMemory`."""
@@ -436,22 +447,28 @@ class Filler:
         with self._changed:
             wanted = {at for at in self._missing if at < end and begin < at + FILL_BYTES}
             self._wanted = dict.fromkeys(sorted(wanted)) | self._wanted
+            if wanted and self._is_left_behind:
+                self._is_left_behind = False
+                self._start()
         return wanted
 
     def stop(self) -> None:
         """Allocate no more, and wait for the thread. Idempotent."""
         self._stopped = True
+        if self._is_left_behind:
+            self._is_left_behind, self._is_over = False, True
+            os.close(self._fd)
         self._thread.join()
 
-    def _run(self, fd: int, mapping: Mapping | None) -> None:
+    def _run(self) -> None:
         try:
             while not self._stopped and (begin := self._next()) is not None:
                 nbytes = min(FILL_BYTES, self._end - begin)
                 if not self._is_there:
-                    self._allocate(fd, begin, nbytes)
-                if mapping is not None and begin in self._wanted:
+                    self._allocate(begin, nbytes)
+                if self._mapping is not None and begin in self._wanted:
                     with contextlib.suppress(OSError):  # before Linux 5.14: pages are mapped as they are used
-                        mapping.madvise(MADV_POPULATE_WRITE, begin, nbytes)
+                        self._mapping.madvise(MADV_POPULATE_WRITE, begin, nbytes)
                 with self._changed:
                     del self._missing[begin]
                     self._wanted.pop(begin, None)
@@ -459,20 +476,31 @@ class Filler:
         except Exception as error:  # noqa: BLE001 -- raised where the pages are needed
             self._error = error
         finally:
-            os.close(fd)
             with self._changed:
-                self._is_over = True
+                self._is_over, self._mapping = True, None
                 self._changed.notify_all()
+            os.close(self._fd)
 
-    def _allocate(self, fd: int, begin: int, nbytes: int) -> None:
+    def _allocate(self, begin: int, nbytes: int) -> None:
         available = available_memory()
         if nbytes + HEADROOM_BYTES > available.nbytes:
             raise _out_of_memory(self._name, nbytes, available)
-        _allocate(self._name, fd, begin - self._before, nbytes)
+        _allocate(self._name, self._fd, begin - self._before, nbytes)
 
     def _next(self) -> int | None:
         with self._changed:
             return next(iter(self._wanted or self._missing), None)
+
+
+_fillers: Final = weakref.WeakSet[Filler]()
+
+
+def _after_fork() -> None:
+    for filler in _fillers:
+        filler.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _allocate(name: str, fd: int, begin: int, nbytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -218,6 +219,38 @@ def test_pages_that_somebody_waits_for_are_made_first(monkeypatch: pytest.Monkey
     filler.stop()
     os.close(fd)
     assert made == [0, 4, 5, 1, 2, 3]
+
+
+def test_a_forked_process_makes_the_pages_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, fallocate = os.getpid(), os.posix_fallocate
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow(fd: int, begin: int, nbytes: int) -> None:
+        if os.getpid() == parent:
+            begun.set()
+            may_go_on.wait()
+        fallocate(fd, begin, nbytes)
+
+    monkeypatch.setattr(memfd.os, "posix_fallocate", slow)
+    fd = os.memfd_create("test")
+    filler = Filler("test", fd, 0, 3 * FILL_BYTES)
+    begun.wait()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            signal.alarm(120)  # its thread has stayed behind: it could wait for ever
+            filler.wait_for(FILL_BYTES, 2 * FILL_BYTES)
+            filler.stop()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.stat(fd).st_size >= 2 * FILL_BYTES
+    may_go_on.set()
+    filler.wait_for(0, 3 * FILL_BYTES)
+    filler.stop()
+    os.close(fd)
 
 
 def test_the_pages_of_a_lazy_array_are_waited_for_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,7 @@ _BY_OPERATION: Mapping[Operation, Mapping[str, Algorithm]] = {
         "eager": Algorithm(_plain(direct.eager_all_reduce), _by_rank, sends=_sends_all),
         "direct": Algorithm(_plain(direct.direct_all_reduce), _by_rank, _exposes(IN, OUT)),
         "swap": Algorithm(_plain(one_host.swap_all_reduce), _by_rank),
+        "shared": Algorithm(_plain(one_host.shared_all_reduce), _by_rank),
         "ring": Algorithm(_plain(ring.ring_all_reduce), _by_chunk(ring.ring_order)),
         "bidirectional_ring": Algorithm(
             _plain(ring.bidirectional_ring_all_reduce), _by_chunk(ring.bidirectional_order)
@@ -277,6 +278,7 @@ _BY_OPERATION: Mapping[Operation, Mapping[str, Algorithm]] = {
     Operation.REDUCE_SCATTER: {
         "eager": Algorithm(_plain(direct.eager_reduce_scatter), _by_rank, sends=_sends_block_of_reader),
         "direct": Algorithm(_plain(direct.direct_reduce_scatter), _by_rank, _exposes(IN)),
+        "swap": Algorithm(_plain(one_host.swap_reduce_scatter), _by_rank),
         "ring": Algorithm(_plain(ring.ring_reduce_scatter), _by_chunk(ring.ring_scatter_order)),
     },
     Operation.ALL_REDUCE_SHARDS: {
@@ -285,24 +287,29 @@ _BY_OPERATION: Mapping[Operation, Mapping[str, Algorithm]] = {
     Operation.BROADCAST: {
         "eager": Algorithm(_rooted(direct.eager_broadcast), sends=_from_root(_sends_all)),
         "direct": Algorithm(_rooted(direct.direct_broadcast), exposes=_exposes_at_root(OUT)),
+        "shared": Algorithm(_rooted(one_host.shared_broadcast)),
         "tree": Algorithm(_rooted(trees.tree_broadcast), exposes=_exposes(OUT)),
     },
     Operation.ALL_GATHER: {
         "eager": Algorithm(_plain(direct.eager_all_gather), sends=_sends_own_block),
         "direct": Algorithm(_plain(direct.direct_all_gather), exposes=_exposes(IN)),
+        "swap": Algorithm(_plain(one_host.swap_all_gather)),
         "ring": Algorithm(_plain(ring.ring_all_gather)),
     },
     Operation.GATHER: {
         "eager": Algorithm(_rooted(direct.eager_gather), sends=_to_root(_sends_own_block)),
         "direct": Algorithm(_rooted(direct.direct_gather), exposes=_exposes(IN)),
+        "shared": Algorithm(_rooted(one_host.shared_gather)),
     },
     Operation.SCATTER: {
         "eager": Algorithm(_rooted(direct.eager_scatter), sends=_from_root(_sends_block_of_reader)),
         "direct": Algorithm(_rooted(direct.direct_scatter), exposes=_exposes_at_root(IN)),
+        "shared": Algorithm(_rooted(one_host.shared_scatter)),
     },
     Operation.ALL_TO_ALL: {
         "eager": Algorithm(_plain(direct.eager_all_to_all), sends=_sends_block_of_pair),
         "direct": Algorithm(_plain(direct.direct_all_to_all), exposes=_exposes(IN)),
+        "swap": Algorithm(_plain(one_host.swap_all_to_all)),
         "bruck": Algorithm(_plain(log_rounds.bruck_all_to_all)),
     },
     Operation.BARRIER: {"dissemination": Algorithm(_barrier)},

@@ -1,10 +1,11 @@
 """Communicators: the blocking collective operations of one group in one epoch.
 
 Call the methods on a data-plane thread: they block, without the GIL while bytes move. Arrays in the arena are
-used in place, and so are all that "swap" is given; an array elsewhere is staged through the arena, piece by
-piece, if peers must read it; one that is not contiguous is packed and unpacked. Besides numpy arrays,
-anything with DLPack on the host or the buffer protocol will do (`arrays.as_array`). A communicator ends with
-its epoch: after any error but a bad argument, make the next view's.
+used in place, and so are all that an algorithm by slots is given ("swap", most by "shared"); an array
+elsewhere is staged through the arena, piece by piece, if peers must read it; one that is not contiguous is
+packed and unpacked. Besides numpy arrays, anything with DLPack on the host or the buffer protocol will do
+(`arrays.as_array`). A communicator ends with its epoch: after any error but a bad argument, make the next
+view's.
 
 An operation with `out` *preserves*: its inputs are intact until it returns. In place it *recomputes*:
 after an error the array holds neither input nor result.

@@ -123,6 +123,11 @@ def _swap_all_reduce(case: Case) -> float:
     return case.time_ns(steps=2, moved=case.n - 1, reduced=case.n - 1)
 
 
+def _shared_all_reduce(case: Case) -> float:
+    share = (case.n - 1) / case.n
+    return case.time_ns(steps=3, moved=3 * share, reduced=share)
+
+
 def _halving_all_reduce(case: Case) -> float:
     share = (case.n - 1) / case.n
     left_over = case.n != 1 << (case.n.bit_length() - 1)
@@ -150,6 +155,10 @@ def _read_by_all(case: Case) -> float:
     return case.time_ns(steps=2, moved=1.0 if case.hosts == 1 else case.n - 1.0)
 
 
+def _put_to_all(case: Case) -> float:
+    return case.time_ns(steps=2, moved=case.n)
+
+
 def _down_a_tree(case: Case) -> float:
     chunks = max(1, -(-case.nbytes // CHUNK_BYTES))
     return case.time_ns(steps=1 + case.levels + chunks, moved=2 + case.levels / chunks)
@@ -174,6 +183,10 @@ def _blocks_directly(case: Case) -> float:
     return case.time_ns(steps=2 if case.hosts == 1 else case.n, moved=(case.n - 1) / case.n)
 
 
+def _blocks_by_slots(case: Case) -> float:
+    return case.time_ns(steps=2, moved=2 * (case.n - 1) / case.n)
+
+
 def _blocks_round_a_ring(case: Case) -> float:
     return case.time_ns(steps=case.n, moved=2 * (case.n - 1) / case.n)
 
@@ -186,6 +199,7 @@ FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
     {
         (Operation.ALL_REDUCE, "direct"): _direct_all_reduce,
         (Operation.ALL_REDUCE, "swap"): _swap_all_reduce,
+        (Operation.ALL_REDUCE, "shared"): _shared_all_reduce,
         (Operation.ALL_REDUCE, "ring"): _ring_all_reduce,
         (Operation.ALL_REDUCE, "bidirectional_ring"): _bidirectional_all_reduce,
         (Operation.ALL_REDUCE, "halving_doubling"): _halving_all_reduce,
@@ -199,15 +213,21 @@ FORMULAS: Mapping[tuple[Operation, str], Formula] = MappingProxyType(
         (Operation.REDUCE, "shared"): _shared_by_all,
         (Operation.REDUCE, "tree"): _up_a_tree,
         (Operation.BROADCAST, "direct"): _read_by_all,
+        (Operation.BROADCAST, "shared"): _put_to_all,
         (Operation.BROADCAST, "tree"): _down_a_tree,
         (Operation.ALL_GATHER, "direct"): _blocks_directly,
+        (Operation.ALL_GATHER, "swap"): _blocks_by_slots,
         (Operation.ALL_GATHER, "ring"): _blocks_round_a_ring,
         (Operation.REDUCE_SCATTER, "direct"): _blocks_directly,
+        (Operation.REDUCE_SCATTER, "swap"): _blocks_by_slots,
         (Operation.REDUCE_SCATTER, "ring"): _blocks_round_a_ring,
         (Operation.ALL_TO_ALL, "direct"): _blocks_directly,
+        (Operation.ALL_TO_ALL, "swap"): _blocks_by_slots,
         (Operation.ALL_TO_ALL, "bruck"): _blocks_by_bruck,
         (Operation.GATHER, "direct"): _blocks_directly,
+        (Operation.GATHER, "shared"): _blocks_by_slots,
         (Operation.SCATTER, "direct"): _blocks_directly,
+        (Operation.SCATTER, "shared"): _blocks_by_slots,
     }
     | {
         (operation, "eager"): formula

@@ -21,6 +21,7 @@ from zbmd.collectives.errors import ProgramError
 from zbmd.collectives.execution.executor import Executor
 from zbmd.collectives.execution.plan import (
     CHUNK_BYTES,
+    CHUNKS_DENSE,
     FAR_CHUNK_BYTES,
     FAR_PIECE_BYTES,
     FAR_SLOT_BYTES,
@@ -41,6 +42,18 @@ VARIABLE = "ZBMD_ALGORITHM"
 """`ring`, or `all_reduce=ring,broadcast=tree`: a name alone is for every operation that has it."""
 OF_ONE_HOST = ("swap", "shared")
 """Their chunks are short, and between hosts each is a message."""
+BY_SLOTS = {
+    Operation.ALL_REDUCE: "shared",
+    Operation.REDUCE_SCATTER: "swap",
+    Operation.BROADCAST: "shared",
+    Operation.ALL_GATHER: "swap",
+    Operation.ALL_TO_ALL: "swap",
+    Operation.GATHER: "shared",
+    Operation.SCATTER: "shared",
+}
+"""The algorithm of an operation whose ranks put all of it into each other's slots."""
+SLOT_RANKS_MAX = 8
+"""Ranks of a group that does so: with more, chunks are so short that notifications cost as much as copies."""
 CHOICES_MAX = 4096
 """Choices kept; the least recently used is dropped."""
 
@@ -159,13 +172,14 @@ def choose(
             reason=f"{published_bytes} bytes travel with the descriptor (at most {PUB_BYTES_MAX})",
             predicted_ns=ranked,
         )
-    if operation is Operation.ALL_REDUCE and n == 2 and hosts == 1 and not far:
+    if operation in BY_SLOTS and 2 <= n <= SLOT_RANKS_MAX and hosts == 1 and not far:
         # The model knows neither of copies of arrays outside the arena nor of caches that ranks do not share.
+        pair = operation is Operation.ALL_REDUCE and n == 2
         return Choice(
-            algorithm="swap",
+            algorithm="swap" if pair else BY_SLOTS[operation],
             in_arena="direct",
-            reason="two ranks of one host: arrays are used wherever they lie, and in the arena read in place "
-            "where that has proved quicker",
+            reason=f"{n} ranks of one host: arrays are used wherever they lie, and in the arena are read in "
+            "place where that has proved quicker",
             predicted_ns=ranked,
         )
     if operation is Operation.REDUCE and (best == "shared" or _each_has_a_core_and_a_chunk(case, far=far)):
@@ -335,8 +349,14 @@ def _request(call: Call, group: GroupTraits, name: str, block_bytes: int) -> Req
 def _cut(call: Call, group: GroupTraits, name: str) -> tuple[int, int]:
     """Bytes of a chunk and of a piece, at most."""
     wider = slot_itemsize(call.dtype) // itemsize(call.dtype)  # a 16-bit float takes more in a slot
-    if name == "swap":  # a chunk of each peer is in slots
-        return max(1, CHUNK_BYTES // (wider * max(1, call.request.n - 1))), UNSTAGED_PIECE_BYTES
+    if name in OF_ONE_HOST and not _entry(call, name).exposes(call.request, 0):
+        # Nothing is staged, and a chunk of each peer is in slots; a piece has as many chunks as are proved.
+        n, operation = call.request.n, call.request.operation
+        slots = 1 if operation in (Operation.BROADCAST, Operation.SCATTER) else max(1, n - 1)
+        if operation is Operation.ALL_REDUCE and name == "shared":
+            slots *= 2  # for results, too
+        chunk = max(1, CHUNK_BYTES // (wider * slots))
+        return chunk, chunk * n * (1 << max(1, CHUNKS_DENSE // n).bit_length() - 1)
     if group.far and name == "direct":
         return FAR_CHUNK_BYTES, FAR_PIECE_BYTES
     if group.reads_peers and name == "direct":

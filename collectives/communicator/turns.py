@@ -223,7 +223,9 @@ class Turns:
         if executor.far and not plan.eager:
             return
         if executor.inbox is not self._taught_inbox:
-            self.forget()  # what it learnt keeps the inbox that has been outgrown
+            if self._taught_inbox.nbytes:
+                self.forget()  # what it learnt keeps the inbox that has been outgrown
+            self._taught_inbox = executor.inbox
         if not all(_is_plain(array) for array in (x, out) if array is not None):
             return
         # What ran within one memory is another plan, or other buffers, than the same call on two.

@@ -59,6 +59,8 @@ YIELDS_SHARED = 200
 """Times that it does so before it parks."""
 SPINS_REMOTE = 64
 """Looks before a wait parks, when what it waits for comes over a network."""
+INBOX_BYTES_MIN = 256 << 10
+"""Of a group that uses any of it: as many as a process can be in have room."""
 
 _HEADER = struct.Struct("=6Q2BHI2Q35Q")
 NativeGroupT = TypeVar("NativeGroupT", bound=NativeGroup)
@@ -250,9 +252,13 @@ class Executor(ABC):
         slot_bytes = -(-(-(-run.count // per_block) * slot_itemsize(run.dtype)) // 64) * 64
         if self._scratch.nbytes < program.scratch_slots * slot_bytes:
             self._scratch = np.empty(program.scratch_slots * slot_bytes, np.uint8)
-        if self._inbox.nbytes < program.inbox_slots * slot_bytes:
-            self._inbox = np.empty(0, np.uint8)
-            self._inbox = self._empty_inbox(program.inbox_slots * slot_bytes, program.algorithm)
+        if self._inbox.nbytes < (needed := program.inbox_slots * slot_bytes):
+            # More than is needed: the fast path forgets what it has learnt whenever the inbox grows.
+            roomy, self._inbox = max(INBOX_BYTES_MIN, 1 << (needed - 1).bit_length()), np.empty(0, np.uint8)
+            try:
+                self._inbox = self._empty_inbox(roomy, program.algorithm)
+            except ArenaFull:
+                self._inbox = self._empty_inbox(needed, program.algorithm)
 
     def _empty_inbox(self, nbytes: int, algorithm: str) -> NDArray[np.uint8]:
         try:

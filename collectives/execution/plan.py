@@ -65,7 +65,7 @@ _SHARDS: Final = (1, 13, 64)
 _RANKS_A_HOST: Final = (1, 2, 3, 4, 8)
 _DENSE_RANKS_MAX: Final = 16
 """In groups of up to this many ranks, chunk counts of large arrays (`plan.chunks_for`) are swept as well."""
-_CHUNKS_DENSE: Final = 128
+CHUNKS_DENSE: Final = 128
 """Chunks of the largest piece of an operation (`plan.UNSTAGED_PIECE_BYTES`)."""
 
 
@@ -132,13 +132,13 @@ def _swept_chunks(base: Request, entry: Algorithm) -> tuple[int, ...]:
     if entry.eager and not base.operation.blocked:  # always runs as one chunk (`plan.chunks_for`)
         return _CHUNKS_ODD[:3]
     dense = n <= _DENSE_RANKS_MAX
-    per_part = [1 << k for k in range(_CHUNKS_DENSE.bit_length()) if dense and n << k <= _CHUNKS_DENSE]
+    per_part = [1 << k for k in range(CHUNKS_DENSE.bit_length()) if dense and n << k <= CHUNKS_DENSE]
     if base.operation.blocked:
         counts = {base.blocks, *([3 * base.blocks] if dense else []), *(base.blocks * k for k in per_part)}
     else:
         counts = {*_CHUNKS_ODD, n, 2 * n + 1, *(n * k for k in per_part)}
         if dense and base.operation in ROOTED:  # not cut into a slice a rank
-            counts |= {1 << k for k in range(_CHUNKS_DENSE.bit_length())}
+            counts |= {1 << k for k in range(CHUNKS_DENSE.bit_length())}
     return tuple(sorted(counts))
 
 

@@ -161,7 +161,7 @@ def test_large_arrays_go_in_pieces(run_ranks: RunRanks) -> None:
         assert halves.tobytes() == (inputs[p.rank] + inputs[p.rank]).tobytes()
         return [c.sequence, len(c.flight)]
 
-    assert run_ranks(2, body, arena_bytes=24 << 20) == [[3 + 3 + 5 + 5, 4]] * 2
+    assert run_ranks(2, body, arena_bytes=24 << 20) == [[3 + 3 + 2 + 2, 4]] * 2
 
 
 def test_arrays_in_the_arena_and_elsewhere_mix(run_ranks: RunRanks) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks reduce arrays where they lie, whichever way the bytes go: put, or read."""
+"""Ranks use arrays where they lie, whichever way the bytes go: put, or read."""
 
 from __future__ import annotations
 
@@ -75,6 +75,45 @@ def test_ordinary_arrays_have_the_bits_of_those_in_the_arena(run_ranks: RunRanks
 
     first, *others = run_ranks(n, body)
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_operation_by_slots_has_the_bits_of_one_that_reads(run_ranks: RunRanks, n: int) -> None:
+    """A few elements, a chunk and one more, and several pieces; in the arena of some ranks, or of none."""
+
+    def body(p: Any) -> None:
+        c: Communicator = p.communicator()
+        for count, dtype in ((1, np.float32), (9_001, np.float16), (131_072 // n + 1, np.float64)):
+            values = np.random.default_rng(p.rank).standard_normal((n, count)).astype(dtype)
+            for make in (np.copy, p.segment.arena.from_array if p.rank % 2 else np.copy):
+                for root in (0, n - 1):
+                    check_by_slots(c, make(values), root, p.soon())
+
+    run_ranks(n, body, arena_bytes=64 << 20)
+
+
+def check_by_slots(c: Communicator, x: Any, root: int, end_ns: int) -> None:
+    """Check that what puts to slots leaves what reads. x: an element of the first axis for each rank."""
+    given, own, at_root = x.tobytes(), x[0], c.place == root
+    found: dict[bool, list[Any]] = {}
+    for slots in (True, False):
+        swap, shared = ("swap", "shared") if slots else ("direct", "direct")
+        root_only = {"algorithm": shared, "deadline_ns": end_ns}
+        found[slots] = [
+            c.broadcast(x.copy(), root, **root_only),
+            c.gather(own, root, **root_only),
+            c.scatter(x if at_root else None, root, np.empty_like(own), **root_only),
+            c.all_gather(own, algorithm=swap, deadline_ns=end_ns),
+            c.all_to_all(x, algorithm=swap, deadline_ns=end_ns),
+            c.reduce_scatter(x, op="max", algorithm=swap, deadline_ns=end_ns),
+            c.reduce_scatter(x, op="avg", algorithm=swap, deadline_ns=end_ns),
+            c.all_reduce(x.copy(), op="avg", algorithm=shared, deadline_ns=end_ns),
+            c.all_reduce(x, np.empty_like(x), algorithm=shared, deadline_ns=end_ns),
+        ]
+    assert x.tobytes() == given
+    for one, other in zip(found[True], found[False], strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or one.tobytes() == other.tobytes()
 
 
 PLACES = ("arena", "ordinary", "mixed", "one in, one out", "out elsewhere")

@@ -45,6 +45,7 @@ ALGORITHMS = (
     "auto",
     "direct",
     "swap",
+    "shared",
     "ring",
     "bidirectional_ring",
     "halving_doubling",
@@ -110,11 +111,12 @@ def uneven(p: Any, c: Any, _: int) -> list[Array]:
         for make in (p.segment.arena.from_array, np.copy):
             x = make(values(p.rank, count * n, np.dtype(np.float16)).reshape(n, count))
             root = c.members[count % n]
-            for algorithm in ("auto", "direct", "bruck"):
+            for algorithm in ("auto", "direct", "swap", "bruck"):
                 found.append(c.all_to_all(x, algorithm=algorithm, deadline_ns=p.soon()))
-            for algorithm in ("auto", "direct"):
+            for algorithm in ("auto", "direct", "shared"):
                 found.append(c.gather(x, root, algorithm=algorithm))
-                found.append(c.scatter(x if p.rank == root else None, root, np.zeros(count, np.float16)))
+                block = np.zeros(count, np.float16)
+                found.append(c.scatter(x if p.rank == root else None, root, block, algorithm=algorithm))
             for algorithm in ("auto", "direct", "shared", "tree"):
                 found.append(c.reduce(x, root, np.zeros_like(x), algorithm=algorithm))
             rows = [[(s + 2 * d) % 3 * count for d in range(n)] for s in range(n)]

@@ -92,7 +92,7 @@ def test_there_is_a_kernel_for_every_dtype_that_is_named() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_reductions_are_numpys(run_ranks: RunRanks, n: int) -> None:
-    """all_reduce, reduce and reduce_scatter; "direct", "swap" and "eager" bit for bit.
+    """all_reduce, reduce and reduce_scatter; "direct", "swap", "shared" and "eager" bit for bit.
 
     A kernel knows of counts and not of ranks, a program of ranks and not of dtypes. So every dtype and
     reduction meets every count with two ranks and "direct", and every algorithm at one or two counts; with
@@ -119,7 +119,7 @@ def test_reductions_are_numpys(run_ranks: RunRanks, n: int) -> None:
                         mine, np.empty_like(mine), op=op, algorithm=algorithm, deadline_ns=p.soon()
                     )
                     # What "auto" stands for between hosts is for the model to say.
-                    exact = closed and c.flight[-1].algorithm in ("eager", "direct", "swap")
+                    exact = closed and c.flight[-1].algorithm in ("eager", "direct", "swap", "shared")
                     check(kept, expected, exact=exact)
                     check(c.all_reduce(mine.copy(), op=op, algorithm=algorithm), kept, exact=True)
                 for algorithm in algorithms(Operation.REDUCE) if count in few else ["direct"]:
@@ -227,7 +227,7 @@ def test_uneven_blocks(run_ranks: RunRanks, n: int) -> None:
 
 
 def test_large_uneven_blocks_go_in_pieces(run_ranks: RunRanks) -> None:
-    rows = [[PIECE_BYTES // 3, 11], [2 * PIECE_BYTES + 5, 1]]
+    rows = [[PIECE_BYTES // 3, 11], [5 * PIECE_BYTES + 5, 1]]
 
     def body(p: Any) -> int:
         c: Communicator = p.communicator()

@@ -26,7 +26,9 @@ for more in ({}, {"static_graph": True}, {"bucket_cap_mb": 0.1}, {"find_unused_p
         assert same(plain, found), (more, zero)
         assert len(buckets().moved) > (1 if "bucket_cap_mb" in more else 0), (more, zero)
         assert all(lies_in_arena(parameter.grad) for parameter in moved.parameters()), (more, zero)
-        assert staged_moved == 0 and (staged_plain > 0) == (sys.argv[1] == "staged"), staged_moved
+        used = 100 if "find_unused_parameters" in more else 0  # the map of used parameters is no bucket
+        assert staged_moved <= used < staged_plain or sys.argv[1] != "staged", (staged_moved, staged_plain)
+        assert staged_moved == staged_plain == 0 or sys.argv[1] == "staged", (staged_moved, staged_plain)
         world.buckets = None
 # Two models of one group, and one that has no room: it stays where it is.
 views = {"gradient_as_bucket_view": True}

@@ -18,12 +18,14 @@ dist: Any = importlib.import_module("torch.distributed")
 
 
 RANKS = 3
+BACKENDS = ("zbmd", "cpu:zbmd", *(["cpu:zbmd,cuda:nccl"] if dist.is_nccl_available() else []))
+"""A build without NCCL has none to put beside ours."""
 
 
 def rank(me: int, init_method: str) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    for number, backend in enumerate(("zbmd", "cpu:zbmd", "cpu:zbmd,cuda:nccl")):
+    for number, backend in enumerate(BACKENDS):
         # A file that ranks have met in ends with the last of their stores; a port may be used again at once.
         method = f"{init_method}{number}" if init_method.startswith("file:") else init_method
         dist.init_process_group(backend, init_method=method, rank=me, world_size=RANKS)

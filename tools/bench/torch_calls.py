@@ -117,7 +117,10 @@ def time_calls(
 
 
 ARENA: Final = "_arena"
+DDP: Final = ("ddp", f"ddp{ARENA}")
 STEPS: Final = ("ddp", "fsdp2", f"ddp{ARENA}", f"fsdp2{ARENA}")
+ALONE: Final = "alone"
+"""A contender in steps of DDP: the model without it. What a step takes longer is its communication."""
 WARMUP_STEPS: Final = 3
 HEADS: Final = 4
 VOCABULARY: Final = 256
@@ -142,7 +145,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 class Trainer:
     """A model of transformer blocks over one backend.
 
-    Every rank trains on random tokens, other ones on each rank. case: of `STEPS`. ours: whether it is zbmd.
+    Every rank trains on random tokens, other ones on each rank. case: of `STEPS`. group: None for a model of
+    each rank's own. ours: whether it is zbmd.
     """
 
     def __init__(self, case: str, group: Any, model_of: Model, *, ours: bool) -> None:
@@ -157,7 +161,9 @@ class Trainer:
         ]
         model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
         self.parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        if case.removesuffix(ARENA) == "ddp":
+        if group is None:
+            self._model = model
+        elif case in DDP:
             parallel: Any = importlib.import_module("torch.nn.parallel")
             self._model = parallel.DistributedDataParallel(
                 model, process_group=group, gradient_as_bucket_view=case.endswith(ARENA)
@@ -206,11 +212,12 @@ def time_steps(groups: Mapping[str, Any], case: str, model: Model, rounds: int) 
     """
     dist: Any = importlib.import_module("torch.distributed")
     peers = [who for who in groups if who != OURS]
-    trainers = {who: Trainer(case, group, model, ours=who == OURS) for who, group in groups.items()}
+    contenders = {**groups, ALONE: None} if case in DDP else groups
+    trainers = {who: Trainer(case, group, model, ours=who == OURS) for who, group in contenders.items()}
     for trainer in trainers.values():
         timed_ns(trainer.step, WARMUP_STEPS)
-    losses: dict[str, list[float]] = {who: [] for who in groups}
-    for order in turns(peers, rounds):
+    losses: dict[str, list[float]] = {who: [] for who in contenders}
+    for order in turns([who for who in contenders if who != OURS], rounds):
         for who in order:
             dist.barrier()
             took = timed_ns(trainers[who].step, model.steps)
@@ -282,8 +289,9 @@ def results(arguments: argparse.Namespace) -> BenchResult:
         found = uvloop.run(_run(plan, arguments.ranks))
         version = str(importlib.import_module("torch").__version__)
         command = f"{arguments.ranks} ranks, in the same processes"
+        others = (*plan.peers, *([ALONE] if set(plan.cases) & set(DDP) else []))
         return list(rows(found)), [
-            Contestant(name=peer, version=version, command=command) for peer in plan.peers
+            Contestant(name=other, version=version, command=command) for other in others
         ]
 
     return new_result("torch", "shm", plan.rounds, measure)

@@ -26,6 +26,7 @@ from zbmd.actors.snapshots.machine import (
     ClientLost,
     End,
     Event,
+    Hasten,
     Holder,
     Perform,
     Release,
@@ -67,6 +68,10 @@ class HolderWork(Protocol):
 
         Raises `RemoteProtocolError` for what no rank may ask for; then they belong to the caller.
         """
+        ...
+
+    def hasten(self) -> None:
+        """Wait for nobody any more: the process ends once all that was begun is over."""
         ...
 
 
@@ -215,6 +220,9 @@ class HolderDriver:
                     os.close(memory)
                 case Perform():
                     self._perform(action)
+                case Hasten():
+                    assert self._work is not None, "it has begun work"
+                    self._work.hasten()
                 case End():
                     self._is_over = True
                 case SetTimer(at_ns=at_ns):

@@ -4,8 +4,8 @@
         │ finish, or launcher lost with nothing held     │ drop, or the time without a launcher is over
         └──────────────────────────▶ ENDED ◀─────────────┘
 
-While work on the memory is under way, such as a checkpoint, what would end it leads to ENDING instead, and to
-ENDED when the work is over; a drop does not wait.
+While work on the memory is under way, such as a checkpoint, what would end it leads to ENDING instead, where
+work waits for no other host, and to ENDED when the work is over; a drop does not wait.
 
 Memory is a handle of the driver's. Each handle that comes in is kept for one rank or released, never both.
 """
@@ -95,13 +95,18 @@ class Perform:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hasten:
+    """The process is to end: work under way is to wait for nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """End the process: all memory goes with it. reason: for its log."""
 
     reason: str
 
 
-Action: TypeAlias = Reply | Release | Perform | End | SetTimer
+Action: TypeAlias = Reply | Release | Perform | Hasten | End | SetTimer
 
 
 class HolderState(Enum):
@@ -258,7 +263,7 @@ class Holder:
         if not self._is_busy:
             return self._end(reason)
         self.state, self._until_ns, self._reason = HolderState.ENDING, 0, reason
-        return []
+        return [Hasten()]
 
     def _end(self, reason: str) -> list[Action]:
         released: list[Action] = [Release(memory=memory) for memory in self.held.values()]

@@ -113,6 +113,7 @@ DECODERS: Final[Mapping[str, tuple[str, ...]]] = {
     "training/checkpoint/formats/safetensors_folder.py": ("formats.safetensors",),
     "training/checkpoint/blocks.py": ("checkpoint.shard",),
     "training/checkpoint/index.py": ("checkpoint.names",),
+    "training/checkpoint/parts.py": ("checkpoint.part",),
     "training/checkpoint/sharded.py": ("checkpoint.names", "checkpoint.shard"),
     "training/data/corpus.py": ("corpus",),
     "training/data/sources.py": ("data.record",),

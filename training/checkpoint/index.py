@@ -8,7 +8,7 @@ written last.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +22,9 @@ SHARDS_FORMAT: Final = "zbmd-checkpoint-shards-2"
 SHARDS_NAME: Final = "checkpoint.json"
 MANIFEST_BYTES_MAX: Final = 1 << 20
 KEEP_DEFAULT: Final = 2
-_FILE: Final = re.compile(r"(checkpoint-(\d{1,18})-[0-9a-f]{16})(-\d+\.safetensors|\.json)", re.ASCII)
+_FILE: Final = re.compile(
+    r"(checkpoint-(\d{1,18})-[0-9a-f]{16})(-\d+\.safetensors|-part-\d+\.json|\.json)", re.ASCII
+)
 
 
 class ShardNames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,11 +61,11 @@ def _digest(names: ShardNames) -> str:
 def is_shard(name: str) -> bool:
     """Return whether a file has the name of a shard."""
     found = _FILE.fullmatch(name)
-    return found is not None and found[3] != ".json"
+    return found is not None and found[3].endswith(".safetensors")
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Return whether a file is of a checkpoint: a shard or an index."""
+    """Return whether a file is of a checkpoint: a shard, a host's part of an index (`parts`), or an index."""
     return name == SHARDS_NAME or _FILE.fullmatch(name) is not None
 
 
@@ -118,7 +120,8 @@ class Retention:
         """Return which of the files go once the checkpoint `named` is published, indexes first.
 
         It and what it names stay. Complete ones of later versions are of a run that another one has taken the
-        place of, and go; shards of later versions without an index may be being written, and stay.
+        place of, and go; shards and parts of later versions without an index may become whole, and stay.
+        Those of earlier ones go: `named` has taken their place. Nobody needs a part beside an index.
         """
         found = [(match, name) for name in files if (match := _FILE.fullmatch(name))]
         complete = {match[1]: int(match[2]) for match, _ in found if match[3] == ".json"}
@@ -134,7 +137,8 @@ class Retention:
         gone = [
             (match[3] != ".json", name)
             for match, name in found
-            if match[1] not in kept and (int(match[2]) <= named.version or match[1] in complete)
+            if (match[1] not in kept and (int(match[2]) <= named.version or match[1] in complete))
+            or (match[1] in complete and match[3].startswith("-part-"))
         ]
         return [name for _, name in sorted(gone) if name not in named.files]
 
@@ -142,11 +146,17 @@ class Retention:
 KEEP: Final = Retention()
 
 
-def remove_others(storage: Storage, named: ShardNames, retention: Retention) -> None:
-    """Remove what `retention` does not keep. What cannot be removed is left to the next checkpoint."""
+def remove_others(
+    storage: Storage, named: ShardNames, retention: Retention, known: Container[str] | None = None
+) -> None:
+    """Remove what `retention` does not keep. What cannot be removed is left to the next checkpoint.
+
+    known: others than these are left as well; None: none are.
+    """
     try:
         for name in retention.removed(storage.names(), named):
-            storage.remove(name)
+            if known is None or name in known or name.startswith(f"{named.stem}-"):
+                storage.remove(name)
     except OSError:
         return
 

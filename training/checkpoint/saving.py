@@ -10,9 +10,9 @@ checkpoint: the last published one stays, and the next one that is due is a new 
 due while another one is under way follows that. A new view drops what is under way, and survivors ask for
 another one.
 
-Where a snapshot process holds the state of all ranks, that process writes in their place (`held`): it runs
-this machine too, for itself, with the reports of all shards that it has written, and publishes. The ranks
-have `HandedOver` the checkpoint then, and wait for its end. If one of them loses that process, all drop the
+Where snapshot processes hold the state of all ranks, these write in their place (`held`). A process runs
+this machine too, for itself, with the reports of all shards that it has written, and publishes, alone or with
+those of other hosts (`Apart`). The ranks wait for its end. If one of them loses its process, all drop the
 checkpoint and ask for another one, which they write themselves unless there is a new process by then.
 """
 
@@ -79,16 +79,23 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The shard or the index could not be written. final: another try would fail as well."""
+    """The shard or the index could not be written.
+
+    final: another try would fail as well. retried: a snapshot process tries again by itself.
+    """
 
     version: int
     reason: str
     final: bool = False
+    retried: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
-    """A snapshot process writes the checkpoint under way, and tries again by itself what fails."""
+class Apart:
+    """Snapshot processes of several hosts write the checkpoint under way: it may become whole without ranks.
+
+    Its files stay, also if the ranks drop it, until a later one is published.
+    """
 
     version: int
 
@@ -127,9 +134,7 @@ class FoundDamaged:
     reason: str
 
 
-Event = (
-    Reached | Wrote | Published | Failed | HandedOver | WriterLost | Voted | Hurry | NewView | FoundDamaged
-)
+Event = Reached | Wrote | Published | Failed | Apart | WriterLost | Voted | Hurry | NewView | FoundDamaged
 
 
 # ---- actions
@@ -214,7 +219,7 @@ class Saving:
         self.lost = False
         """Whether the last checkpoint was dropped because a snapshot process was lost; on all ranks alike."""
         self.report = Report()
-        self._late = self._has_failed = self._hurried = self._handed_over = False
+        self._late = self._has_failed = self._hurried = self._apart = False
         self._tries = self._left = 0
         self._headers: tuple[tuple[int, int], ...] | None = None
         """Of the checkpoint that this rank publishes; None: not yet."""
@@ -226,8 +231,8 @@ class Saving:
                 return self._reached(event)
             case Wrote(version=version) | Published(version=version) | Failed(version=version):
                 return self._ended(event, now_ns) if version == self.pending else []
-            case HandedOver(version=version):
-                self._handed_over = version == self.pending
+            case Apart(version=version):
+                self._apart = version == self.pending
                 return []
             case WriterLost(version=version):
                 if version == self.pending and self.report.progress is not Progress.PUBLISHED:
@@ -267,11 +272,11 @@ class Saving:
             case Published():
                 self.report = Report(Progress.PUBLISHED, self.report.header)
                 return []
-            case Failed(version=version, reason=reason, final=final):
+            case Failed(version=version, reason=reason, final=final, retried=retried):
                 told: list[Action] = [] if self._has_failed else [TellFailure(version, reason)]
                 self._has_failed = True
-                if self._handed_over and not final:
-                    return told  # it tries again by itself
+                if retried:
+                    return told
                 self._tries, self._left = self._tries + 1, self._left - 1
                 if final or self._left <= 0:
                     self.report = Report(Progress.GAVE_UP)
@@ -285,16 +290,17 @@ class Saving:
     def _voted(self, reports: Sequence[Report], now_ns: int) -> list[Action]:
         version = self.pending
         assert version is not None, "checked by the caller"
-        if any(each.progress is Progress.GAVE_UP for each in reports):
-            return [*self._drop(), *([Remove(version)] if self.first else [])]
-        if reports[0].progress is Progress.PUBLISHED:
+        removed: list[Action] = [Remove(version)] if self.first and not self._apart else []
+        if any(each.progress is Progress.PUBLISHED for each in reports):  # whoever else has failed or is lost
             self.published = version
             told, self._has_failed, header = self._has_failed, False, self.report.header
             actions: list[Action] = [TellSuccess(version)] if told else []
             return [*self._drop(), *actions, *([Rehearse(version, header)] if header else [])]
+        if any(each.progress is Progress.GAVE_UP for each in reports):
+            return [*self._drop(), *removed]
         if any(each.progress is Progress.LOST for each in reports):
             self.asks = self.lost = True
-            return [*self._drop(), *([Remove(version)] if self.first else [])]
+            return [*self._drop(), *removed]
         wrote = all(each.progress in (Progress.WROTE, Progress.NO_SHARD) for each in reports)
         if not (wrote and self.first and self._headers is None):
             return []
@@ -306,5 +312,5 @@ class Saving:
 
     def _drop(self) -> list[Action]:
         self.pending, self.report, self._headers = None, Report(), None
-        self._hurried = self._handed_over = False
+        self._hurried = self._apart = False
         return []

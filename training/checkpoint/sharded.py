@@ -10,7 +10,7 @@ checkpoint intact.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,11 +185,12 @@ def name_written(
     plan: str,
     loss_scale: tuple[float, ...] = (),
     retention: Retention = KEEP,
+    known: Container[str] | None = None,
 ) -> None:
     """Name the shards of a checkpoint: durable on return. Then remove what `retention` does not keep.
 
-    headers: the digest of the header of each shard, by the place of the rank that has written it. Raises
-    `UserError` for a full disk, and a directory that not all of them share.
+    headers: the digest of the header of each shard, by the place of the rank that has written it; known: see
+    `remove_others`. Raises `UserError` for a full disk, and a directory that not all of them share.
     """
     files = tuple(shard_name(stem, place) for place in sorted(headers))
     require_shared(storage, files)
@@ -204,7 +205,7 @@ def name_written(
     faults.hit(INDEX_POINT)
     put_index(storage, names)
     faults.hit(NAMED_POINT)
-    remove_others(storage, names, retention)
+    remove_others(storage, names, retention, known)
 
 
 def write_alone(

@@ -169,7 +169,9 @@ class Checkpoints:
         if not self._writer.reached(number, due=due):
             return
         self._pacing.begun(number)
-        name = hashlib.blake2b(self._token + number.to_bytes(8, "little"), digest_size=8).digest()
+        # Two writers of one version in one view have files of their own: one may go on when the other begins.
+        kind = b"held" if held else b""
+        name = hashlib.blake2b(self._token + number.to_bytes(8, "little") + kind, digest_size=8).digest()
         stem = stem_of(number, int.from_bytes(name, "little"))
         self._is_held, pieces = held, list(version.pieces())
         if held:
@@ -223,7 +225,10 @@ class Checkpoints:
         line, kept = self._line, self._kept
         assert line is not None and kept is not None, "all ranks have a snapshot process"
         self._writer.note(begun)
-        self._writer.handle(saving.HandedOver(begun.version))
+        homes = self._homes(world)
+        if any(homes):
+            self._writer.settle()  # a publication by this rank comes before those of the next checkpoint
+            self._writer.handle(saving.Apart(begun.version))
         where, retention = self._storage.where(), self._retention
         counter, count = kept.begun(begun.version % SLOTS)
         request = SaveShard(
@@ -231,8 +236,7 @@ class Checkpoints:
             stem=begun.stem,
             rank=line.rank,
             place=world.rank,
-            places=world.size,
-            together=self._hosts == 1,
+            homes=homes,
             block=STATE_BLOCK,
             counter=counter,
             count=count,
@@ -246,6 +250,15 @@ class Checkpoints:
         )
         line.save(request, pieces)
         self._listen()
+
+    def _homes(self, world: Group) -> tuple[int, ...]:
+        """Return for each rank the lowest one with the same snapshot process. Raises as the group."""
+        if self._hosts == 1:
+            return (0,) * world.size
+        assert self._line is not None, "all ranks have a snapshot process"
+        every = world.blocking.all_gather(np.array([self._line.holder], np.uint64)).reshape(-1).tolist()
+        # The shard of a rank whose process is lost meanwhile is of no host: it is never written.
+        return tuple(every.index(holder) if holder else place for place, holder in enumerate(every))
 
     def _listen(self) -> None:
         """Take what the snapshot process has said of the checkpoint under way."""
@@ -266,7 +279,7 @@ class Checkpoints:
             case Event.PUBLISHED:
                 writer.handle(saving.Published(version))
             case Event.FAILED:
-                writer.handle(saving.Failed(version, heard.reason))
+                writer.handle(saving.Failed(version, heard.reason, retried=True))
             case Event.GAVE_UP if heard.reason:
                 writer.handle(saving.Failed(version, heard.reason, final=True))
             case Event.DAMAGED:

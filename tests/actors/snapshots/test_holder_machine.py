@@ -133,7 +133,8 @@ def test_it_does_not_end_in_the_middle_of_work_but_for_a_drop() -> None:
     work = made.handle(asked(OTHER, Work(payload=b"write"), 20), now_ns=6)
     assert work == [m.Perform(client=OTHER, payload=b"write", arguments=20)]
     assert made.handle(m.Working(is_busy=True), now_ns=7) == []
-    assert made.handle(TimerFired(), now_ns=5 + IDLE_NS) == [] and made.state is m.HolderState.ENDING
+    assert made.handle(TimerFired(), now_ns=5 + IDLE_NS) == [m.Hasten()]
+    assert made.state is m.HolderState.ENDING
     (refused,) = made.handle(asked(OTHER, Attach(identity=IDENTITY)), now_ns=6 + IDLE_NS)
     assert isinstance(refused, m.Reply) and isinstance(refused.answer, Refused)
     with pytest.raises(RemoteProtocolError):
@@ -147,7 +148,7 @@ def test_it_does_not_end_in_the_middle_of_work_but_for_a_drop() -> None:
     assert made.handle(m.Working(is_busy=False), now_ns=8) == []
     made = holder()
     made.handle(m.Working(is_busy=True), now_ns=0)
-    assert made.handle(asked(LAUNCHER, Finish()), now_ns=1) == []
+    assert made.handle(asked(LAUNCHER, Finish()), now_ns=1) == [m.Hasten()]
     assert made.handle(m.ClientLost(client=LAUNCHER), now_ns=2) == []
     assert made.handle(m.Working(is_busy=False), now_ns=3) == [m.End(reason="its job has ended")]
 

@@ -65,15 +65,14 @@ class Rank:
         self.slots.slots[slot][:] = np.arange(ELEMENTS) + 1000 * self.rank + version
         self.slots.end(slot, version, 1)
 
-    def save(self, version: int, out: Path, *, together: bool = True, token: int = 1, **more: object) -> None:
+    def save(self, version: int, out: Path, *, token: int = 1, **more: object) -> None:
         counter, count = self.slots.begun(version % 2)
         request = SaveShard(
             version=version,
             stem=stem_of(version, token),
             rank=self.rank,
             place=self.rank,
-            places=RANKS,
-            together=together,
+            homes=(0,) * RANKS,
             block=STATE_BLOCK,
             counter=counter,
             count=count,
@@ -211,13 +210,90 @@ async def test_one_that_a_rank_never_asks_for_gives_way_to_the_next(quick: None,
         assert saved(out)[0] == 4 and not [path for path in out.iterdir() if "-3-" in path.name]
 
 
-async def test_shards_of_several_processes_are_written_one_by_one(quick: None, tmp_path: Path) -> None:
+APART = (0, 1)
+"""Each of the ranks is on a host of its own."""
+
+
+@asynccontextmanager
+async def hosts(tmp_path: Path) -> AsyncGenerator[tuple[Job, Job]]:
+    """Two hosts; of the first one, rank 0 is used, and of the other one, rank 1."""
+    async with started(tmp_path / "one") as one, started(tmp_path / "two") as two:
+        yield one, two
+
+
+async def test_shards_of_several_processes_are_published_without_the_ranks(
+    quick: None, tmp_path: Path
+) -> None:
     out = tmp_path / "saved"
-    async with started(tmp_path) as job:
-        job.ranks[1].save(3, out, together=False)
-        (heard,) = await job.heard(1, Event.WROTE)
-        assert heard.event is Event.WROTE and heard.header > 0
-        assert [path.name for path in out.iterdir()] == [f"{stem_of(3, 1)}-1.safetensors"]
+    async with hosts(tmp_path) as (one, two):
+        one.ranks[0].save(3, out, homes=APART)
+        (heard,) = await one.heard(0, Event.WROTE)
+        assert heard.header > 0
+        stem = stem_of(3, 1)
+        assert {path.name for path in out.iterdir()} == {f"{stem}-0.safetensors", f"{stem}-part-0.json"}
+        two.ranks[1].save(3, out, homes=APART)
+        for rank in (one.ranks[0], two.ranks[1]):
+            assert rank.line.staged()
+            rank.line.close()  # and they are killed
+        await until((out / SHARDS_NAME).exists)
+        await until(lambda: not [path for path in out.iterdir() if "-part-" in path.name])
+        version, weights, _ = saved(out)
+        expected = [np.arange(ELEMENTS) + 1000 * rank + 3 for rank in range(RANKS)]
+        assert version == 3 and np.array_equal(weights, np.concatenate(expected).astype(np.float32))
+        assert len(list(out.iterdir())) == 4
+
+
+@pytest.mark.parametrize("point", ["shards.parted", "shards.index", "shards.named"])
+async def test_a_process_that_is_killed_after_its_part_needs_not_publish(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """The other one does, or finds that it has. To come so far, the first one writes its part last."""
+    out = tmp_path / "saved"
+    async with started(tmp_path / "two") as two:
+        monkeypatch.setenv(faults.FAULT_VARIABLE, f"snapshots:{point}")
+        async with started(tmp_path / "one") as one:
+            if point != "shards.parted":
+                two.ranks[1].save(3, out, homes=APART)
+                await two.heard(1, Event.WROTE)
+            os.kill(two.keeper.pid, signal.SIGSTOP)  # it would publish as soon as the other part is there
+            one.ranks[0].save(3, out, homes=APART)
+            await until(lambda: any("is lost, killed (SIGKILL)" in each for each in one.said))
+            os.kill(two.keeper.pid, signal.SIGCONT)
+            if point == "shards.parted":
+                two.ranks[1].save(3, out, homes=APART)
+            heard = await two.heard(1, Event.PUBLISHED)
+            assert heard[-1].event is Event.PUBLISHED and saved(out)[0] == 3
+            await one.there()  # another process is
+
+
+async def test_what_never_became_whole_goes_once_the_next_one_is_published(
+    quick: None, tmp_path: Path
+) -> None:
+    out = tmp_path / "saved"
+    async with hosts(tmp_path) as (one, two):
+        one.ranks[0].save(3, out, homes=APART)  # and rank 1 is killed before it asks
+        await one.heard(0, Event.WROTE)
+        for rank in (one.ranks[0], two.ranks[1]):
+            rank.hold(4)
+            rank.save(4, out, homes=APART, token=2)
+        await one.heard(0, Event.PUBLISHED)
+        await two.heard(1, Event.PUBLISHED)
+        assert saved(out)[0] == 4 and not [path for path in out.iterdir() if "-3-" in path.name]
+
+
+async def test_a_host_that_cannot_write_gives_up_and_leaves_nothing(quick: None, tmp_path: Path) -> None:
+    """Its shard would be complete without the other's, which nobody publishes: both go."""
+    out = tmp_path / "saved"
+    async with hosts(tmp_path) as (one, two):
+        one.ranks[0].save(3, out, homes=APART)
+        await one.heard(0, Event.WROTE)
+        os.kill(two.keeper.pid, signal.SIGSTOP)
+        two.ranks[1].save(3, out, homes=APART)
+        two.ranks[1].hold(5)  # a replacement overwrites it before it is copied
+        os.kill(two.keeper.pid, signal.SIGCONT)
+        heard = await two.heard(1, Event.GAVE_UP)
+        assert [each.event for each in heard] == [Event.FAILED, Event.GAVE_UP]
+        await until(lambda: not list(out.iterdir()))
 
 
 async def test_a_storage_that_cannot_be_used_is_told_once_and_given_up(quick: None, tmp_path: Path) -> None:
@@ -304,7 +380,11 @@ def bad_requests(good: SaveShard) -> Sequence[bytes]:
     cut = flat_slice(4, 0, 4)
     piece = HeldPiece("w", cut, ("weights",), "", (Span(0, 4, "F32"),))
     changes: list[dict[str, object]] = [
-        {"place": 2},
+        {"place": 4},
+        {"homes": ()},
+        {"homes": (0, 0, 1)},
+        {"homes": (0, 2)},
+        {"homes": (-1,)},
         {"rank": -1},
         {"version": 1 << 41},
         {"keep": 0},
@@ -318,7 +398,7 @@ def bad_requests(good: SaveShard) -> Sequence[bytes]:
 
 def test_messages_are_checked() -> None:
     good = SaveShard(
-        version=1, stem="s", rank=0, place=0, places=2, together=True, block="b", counter=0, count=1,
+        version=1, stem="s", rank=0, place=0, homes=(0, 0, 2, 2), block="b", counter=0, count=1,
         storage="/", plan="", loss_scale=(1.0,), keep=1, every=0, codec=Codec.ZSTD, pieces=(),
     )  # fmt: skip
     assert decode_shard(encode(good)) == good

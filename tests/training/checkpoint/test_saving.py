@@ -47,7 +47,9 @@ class World:
         )
         self.breaks, self.view, self.asked = True, 0, False
         self.held: int | None = None
-        """The version that a snapshot process writes."""
+        """The version that a snapshot process writes,"""
+        self.apart = False
+        """or several ones, each for one rank."""
         self.enter()
 
     def enter(self) -> None:
@@ -90,19 +92,25 @@ class World:
                     return
                 self.published.append(version)
                 rank.put(saving.Published(version))
-            case _:
+            case saving.Remove(version=version):
                 assert number == 0, "others than the first remove"
+                assert not self.apart or version != self.held, "others may make it whole"
+            case _:
+                raise AssertionError(f"a thread does {action}")
 
     def hold(self, version: int) -> None:
         """The snapshot process writes, publishes, gives up, or is lost, which not all ranks see at once."""
         end, ranks = self.draw.random(), self.ranks
+        if self.apart and end >= 0.2:
+            self.hold_apart(version, end)
+            return
         if self.breaks and end < 0.2:
             for rank in self.draw.sample(ranks, self.draw.randint(1, len(ranks))):
                 rank.put(saving.WriterLost(version))
         elif self.breaks and end < 0.3:
             ranks[0].put(saving.Failed(version, "full", final=True))
         elif end < 0.7:
-            ranks[0].put(saving.Failed(version, "full"))
+            ranks[0].put(saving.Failed(version, "full", retried=True))
             return
         else:
             if self.held is not None:
@@ -110,6 +118,21 @@ class World:
             for rank in ranks:
                 rank.put(saving.Published(version))
         self.held = None
+
+    def hold_apart(self, version: int, end: float) -> None:
+        """One process writes its shard, gives up, or publishes if all have written theirs."""
+        number = self.draw.randrange(len(self.ranks))
+        rank, wrote = self.ranks[number], [(self.view, version, each) for each in range(len(self.ranks))]
+        if self.wrote.issuperset(wrote):
+            self.published.append(version)
+            rank.put(saving.Published(version))
+            self.held = None  # the others leave: they have said that theirs are written
+        elif self.breaks and end < 0.3:
+            rank.put(saving.Failed(version, "full", final=True))
+            self.held = None
+        else:
+            self.wrote.add(wrote[number])
+            rank.put(saving.Wrote(version, True, number + 1))
 
     def step(self, version: int) -> None:
         """All ranks do one step: they vote, take the votes, and come to `version`."""
@@ -126,11 +149,12 @@ class World:
         for rank in self.ranks:
             rank.put(saving.Reached(version, due))
         if pending is None and self.ranks[0].machine.pending == version and self.draw.random() < 0.5:
-            self.held = version
+            self.held, self.apart = version, self.draw.random() < 0.5
             for rank in self.ranks:
                 assert rank.work[-1] == saving.Stage(version)
                 rank.work.clear()
-                rank.put(saving.HandedOver(version))
+                if self.apart:
+                    rank.put(saving.Apart(version))
         assert len({rank.machine.pending for rank in self.ranks}) == 1, "ranks differ"
 
 
@@ -156,28 +180,29 @@ def test_ranks_agree_whatever_fails(first: int) -> None:
             assert not rank.machine.asks
 
 
-def test_a_lost_snapshot_process_is_lost_to_all_and_its_checkpoint_follows_at_once() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_lost_snapshot_process_is_lost_to_all_and_its_checkpoint_follows_at_once(apart: bool) -> None:
+    """Its files are removed, unless there are other processes, which may make it whole."""
     ranks = [begun(), begun(first=False)]
-    for rank in ranks:
-        rank.put(saving.HandedOver(3))
-    ranks[0].put(saving.Failed(3, "full"))
+    for rank in ranks if apart else []:
+        rank.put(saving.Apart(3))
+    ranks[0].put(saving.Failed(3, "full", retried=True))
     assert ranks[0].told == [saving.TellFailure(3, "full")] and not ranks[0].work, "it tries again by itself"
     ranks[1].put(saving.WriterLost(3))
     reports = tuple(rank.machine.report for rank in ranks)
     for rank in ranks:
         rank.put(saving.Voted(reports))
         assert rank.machine.pending is None and rank.machine.asks and rank.machine.lost
-    assert ranks[0].work == [saving.Remove(3)] and not ranks[1].work
+    assert ranks[0].work == ([] if apart else [saving.Remove(3)]) and not ranks[1].work
     ranks[0].put(saving.Reached(4, due=True))
     assert not ranks[0].machine.asks and not ranks[0].machine.lost
 
 
 def test_what_is_published_is_so_even_if_its_process_is_lost_then() -> None:
     rank = begun()
-    rank.put(saving.HandedOver(3))
     rank.put(saving.Published(3))
     rank.put(saving.WriterLost(3))
-    rank.put(saving.Voted((rank.machine.report, Report(Progress.LOST))))
+    rank.put(saving.Voted((Report(Progress.LOST), Report(Progress.GAVE_UP), rank.machine.report)))
     assert rank.machine.published == 3 and not rank.machine.asks
 
 

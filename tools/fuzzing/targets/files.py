@@ -36,6 +36,7 @@ from zbmd.tools.runs.result import RESULT_NAME, load_result, save_result
 from zbmd.training.autograd.parameter_layout import ParameterLayout, flat_slice
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.index import SHARDS_FORMAT, SHARDS_NAME, ShardNames
+from zbmd.training.checkpoint.parts import PART_FORMAT, HostPart, decode_part
 from zbmd.training.checkpoint.plan import TaskPlan, read_plan
 from zbmd.training.checkpoint.sharded import Piece, open_state, shard_of
 from zbmd.training.config import GPTConfig
@@ -476,6 +477,12 @@ target(
     UserError,
 )(decode_measured)
 target("stragglers.delay", "a delay of a rank's batches", lambda: (b'{"delay_ms":30.0}',))(read_delay)
+target(
+    "checkpoint.part",
+    "a host's part of the index of a checkpoint",
+    lambda: (HostPart(format=PART_FORMAT, checkpoint="c", headers={0: "0" * 16, 1: ""}).encode(),),
+    ValueError,
+)(lambda data: decode_part(data, "c"))
 target("checkpoint.names", "what names the shards of a checkpoint", lambda: (_shard_files()[0],), UserError)(
     lambda data: _shards(data, _shard_files()[1])
 )

@@ -57,6 +57,7 @@ class HeldLine:
         self._job = job
         self.rank, self._file, self._begin, self._nbytes = rank, file, address_of(memory), memory.nbytes
         self._line: HolderLine | None = None
+        self._holder = 0
         self._next_s = 0.0
         """When to look for a process again."""
         self._stem = ""
@@ -78,6 +79,14 @@ class HeldLine:
             self._next_s = began_s + took_s + max(LOOK_S, LOOK_SHARE * took_s)
         return self._line is not None
 
+    @property
+    def holder(self) -> int:
+        """The job's number of the process, which no other host's has, but for a new one after a loss here.
+
+        0: there is none.
+        """
+        return 0 if self._line is None else self._holder
+
     def _found(self) -> HolderLine | None:
         """Return a connection to the process that holds this very memory."""
         for address in find_holders(job=self._job):
@@ -91,6 +100,7 @@ class HeldLine:
                     memory = held.memory.get(self.rank)
                     if memory is not None and file_of(memory) == self._file:
                         undo.pop_all()
+                        self._holder = address.job
                         return line
         return None
 

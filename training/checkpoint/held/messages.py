@@ -53,7 +53,7 @@ class HeldPiece(msgspec.Struct, frozen=True, array_like=True):
 class SaveShard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Write the shard of `rank`, at `place` of `places`, of a checkpoint of `version`.
 
-    together: whether all ranks ask this process, which then publishes the checkpoint. block: the name of
+    homes: for each place, the lowest one whose rank asks the same process. block: the name of
     the memory; counter, count: where in it a u64 changes before the version is overwritten, and its value.
     storage: a directory or URL; keep, every: of `Retention`. attached: the bytes of arrays that came with it.
     """
@@ -62,8 +62,7 @@ class SaveShard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     stem: str
     rank: int
     place: int
-    places: int
-    together: bool
+    homes: tuple[int, ...]
     block: str
     counter: int
     count: int
@@ -76,10 +75,28 @@ class SaveShard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     pieces: tuple[HeldPiece, ...]
     attached: int = 0
 
+    @property
+    def places(self) -> int:
+        """The shards of the checkpoint."""
+        return len(self.homes)
+
+    @property
+    def here(self) -> list[int]:
+        """The places whose ranks ask this process."""
+        return [place for place, home in enumerate(self.homes) if home == self.homes[self.place]]
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks ask this process."""
+        return not any(self.homes)
+
     def checkpoint(self) -> tuple[object, ...]:
-        """Return what all shards of a checkpoint have in common."""
-        same = (self.version, self.stem, self.places, self.together, self.storage, self.plan)
-        return (*same, self.loss_scale, self.keep, self.every, self.codec)
+        """Return what all shards of a checkpoint on a host have in common."""
+        return (*self.everywhere(), self.storage, self.keep, self.every, self.codec)
+
+    def everywhere(self) -> tuple[object, ...]:
+        """Return what all shards of a checkpoint have in common; a directory may have other names."""
+        return (self.version, self.stem, self.homes, self.plan, self.loss_scale)
 
     def check(self) -> None:
         """Raise `RemoteProtocolError` for a request that no rank makes."""
@@ -88,6 +105,8 @@ class SaveShard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             raise RemoteProtocolError(f"a rank asks for a shard with impossible numbers: {numbers}")
         if not self.place < self.places <= RANKS_MAX:
             raise RemoteProtocolError(f"a rank asks for a shard at place {self.place} of {self.places}")
+        if any(not 0 <= home <= at or self.homes[home] != home for at, home in enumerate(self.homes)):
+            raise RemoteProtocolError(f"a rank asks for a shard of hosts that are none: {self.homes[:8]}")
         for piece in self.pieces:
             if len(piece.names) < len(piece.spans) or piece.dtype not in ("", *DTYPES):
                 raise RemoteProtocolError(f"a piece of {piece.name} with {len(piece.spans)} arrays")

@@ -1,12 +1,12 @@
 """Writes the shards that ranks ask for, from the memory that is held, on threads of the snapshot process.
 
-    collecting: copied as ranks ask ──all ranks have asked──▶ writing ──▶ published, or given up
+    collecting: copied as ranks ask ──all of the host have asked──▶ writing ──▶ published, or given up
 
 A checkpoint that all ranks have asked for is finished, whoever is lost then. One that a rank was lost before
 it could ask for never begins to be written: the next one takes its place. One is written at a time.
 
-If other processes write the shards of other ranks, each shard is written as soon as it is asked for, and its
-rank hears of it: the ranks' votes decide.
+If other processes write the shards of other ranks, each of them writes a part of the index when its shards
+are durable, and the whole once it finds all parts (`gathering`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, assert_never
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from zbmd.actors.snapshots.holder import HeldMemory
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint import saving
 from zbmd.training.checkpoint.blocks import DTYPES
+from zbmd.training.checkpoint.held import gathering
+from zbmd.training.checkpoint.held.gathering import Gathering
 from zbmd.training.checkpoint.held.messages import (
     Ask,
     Event,
@@ -36,9 +38,10 @@ from zbmd.training.checkpoint.held.messages import (
     decode_asked,
     encode,
 )
-from zbmd.training.checkpoint.index import Retention, read_index
+from zbmd.training.checkpoint.held.shared import Published, Shared
+from zbmd.training.checkpoint.index import Retention, remove_unnamed
 from zbmd.training.checkpoint.sharded import Piece
-from zbmd.training.checkpoint.storage import Storage, storage_of
+from zbmd.training.checkpoint.storage import storage_of
 from zbmd.training.checkpoint.writer import (
     STAGED_POINT,
     Begun,
@@ -50,6 +53,7 @@ from zbmd.training.checkpoint.writer import (
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import RemoteProtocolError, UserError
 from zbmd.transport.memory.kept import span_of
+from zbmd.transport.native._native import now_ns
 
 WAITING_MAX: Final = 2
 """Of one rank: shards that are not ended. Ranks begin one checkpoint at a time, but for a new view."""
@@ -68,6 +72,10 @@ class _Checkpoint:
     copies: dict[int, Future[list[Piece]]] = field(default_factory=dict)
     writer: CheckpointWriter | None = None
     hurried: bool = False
+    is_last: bool = True
+    """Whether nothing waits for it: a newer one, or the end of the process."""
+    wake: threading.Event = field(default_factory=threading.Event)
+    """Set when one of these two has changed."""
 
     @property
     def teller(self) -> int:
@@ -99,6 +107,17 @@ class HeldCheckpoints:
                 request, attached = arguments_of(arguments)
                 self._save(client, request, arguments, attached)
 
+    def hasten(self) -> None:
+        """See `HolderWork`."""
+        with self._lock:
+            self._leave_soon()
+
+    def _leave_soon(self) -> None:
+        """Wait for the parts of other hosts no longer."""
+        for one in self._complete:
+            one.is_last = False
+            one.wake.set()
+
     def _tell(self, client: int, stem: str, event: Event, header: int = 0, reason: str = "") -> None:
         self._held.post(client, encode(Heard(stem, event, header, reason)))
 
@@ -108,6 +127,7 @@ class HeldCheckpoints:
             every = [one for one in begun if hurry and one.first.stem == stem]
             for one in every:
                 one.hurried = True
+                one.wake.set()
         for one in every:
             if one.writer is not None:
                 one.writer.hurry()
@@ -125,7 +145,7 @@ class HeldCheckpoints:
             return
         _check_spans(request, span[1])
         one = self._collecting
-        if one is None or one.first.stem != request.stem or not request.together:
+        if one is None or one.first.stem != request.stem:
             one = self._collecting = _Checkpoint(request)
         if one.first.checkpoint() != request.checkpoint() or request.place in one.clients:
             raise RemoteProtocolError(f"rank {request.rank} asks for another {request.stem} than the others")
@@ -135,9 +155,10 @@ class HeldCheckpoints:
         )
         one.clients[request.place], one.ranks[request.place] = client, request.rank
         one.copies[request.place] = copied
-        if not request.together or len(one.clients) == request.places:
+        if len(one.clients) == len(request.here):
             self._collecting = None
             with self._lock:
+                self._leave_soon()
                 self._complete.append(one)
             self._held.busy(True)
             self._threads.writer.submit(self._begin, one)
@@ -155,7 +176,7 @@ class HeldCheckpoints:
                 self._tell(client, first.stem, Event.GAVE_UP, reason=reason)
             self._over(one)
             return
-        seen = _published(storage)
+        before = Published.of(storage)
         writer = one.writer = CheckpointWriter(
             storage,
             first.plan,
@@ -163,9 +184,9 @@ class HeldCheckpoints:
             tell=partial(self._told, one),
             retention=Retention(first.keep, first.every),
             codec=first.codec,
-            ended=partial(self._ended, one),
+            ended=partial(self._ended, one, Shared(storage, first, before)),
             freed=partial(self._freed, one),
-            fresh=lambda: (now := _published(storage)) == seen or now[0] <= first.version,
+            fresh=lambda: Published.of(storage).leaves(first.version, before),
         )
         writer.handle(saving.NewView(first=first.together))
         writer.reached(first.version, due=True)
@@ -173,16 +194,14 @@ class HeldCheckpoints:
             writer.hurry()
         writer.begin(Begun(first.version, first.stem, first.loss_scale, one.copies))
 
-    def _ended(self, one: _Checkpoint) -> None:
-        """Work on a checkpoint has ended: it votes for all shards, or its ranks hear of theirs."""
+    def _ended(self, one: _Checkpoint, shared: Shared) -> None:
+        """Work on a checkpoint has ended: it votes for all shards, or looks for those of other hosts."""
         writer, first = one.writer, one.first
         assert writer is not None and writer.begun is not None, "it has begun"
         report, headers = writer.machine.report, writer.begun.headers
         match report.progress:
             case saving.Progress.WROTE | saving.Progress.NO_SHARD if not first.together:
-                for place, client in one.clients.items():
-                    self._tell(client, first.stem, Event.WROTE, int(headers[place] or "0", 16))
-                self._over(one)
+                self._threads.writer.submit(self._gather, one, shared, headers)
             case saving.Progress.WROTE | saving.Progress.NO_SHARD:
                 if writer.machine.pending is not None:
                     writer.handle(saving.Voted(tuple(_reports(headers, first.places))))
@@ -192,13 +211,61 @@ class HeldCheckpoints:
                 writer.handle(saving.Voted((report,) * first.places))
                 self._threads.writer.submit(self._over, one)  # after a rehearsal
             case saving.Progress.GAVE_UP:
-                for client in one.clients.values():
-                    reason = "it is given up" if client == one.teller else ""
-                    self._tell(client, first.stem, Event.GAVE_UP, reason=reason)
+                self._give_up(one, "it is given up")
+                if not first.together:  # nor can others publish it: they have no part of this host
+                    self._threads.writer.submit(remove_unnamed, shared.storage, first.stem)
                 writer.handle(saving.Voted((report,) * first.places))
                 self._threads.writer.submit(self._over, one)
             case _:
                 pass
+
+    def _give_up(self, one: _Checkpoint, reason: str) -> None:
+        for client in one.clients.values():
+            told = reason if client == one.teller else ""
+            self._tell(client, one.first.stem, Event.GAVE_UP, reason=told)
+
+    # ---- with other hosts
+
+    def _gather(self, one: _Checkpoint, shared: Shared, headers: Mapping[int, str]) -> None:
+        """Drive a `Gathering`: put the part of this host, and publish the whole once all parts are there."""
+        machine, is_last, hurried = Gathering(), True, False
+        actions = machine.begin(now_ns=now_ns())
+        event: gathering.Event
+        while (task := self._announced(one, actions, headers)) is not None:
+            if is_last != one.is_last:
+                is_last, event = False, gathering.Superseded()
+            elif hurried != one.hurried:
+                hurried, event = True, gathering.Hurry()
+            elif (wait_ns := task.at_ns - now_ns()) > 0:
+                one.wake.wait(wait_ns / 1e9)
+                one.wake.clear()
+                actions = [task]
+                continue
+            else:
+                event = shared.done(task.task, headers)
+            actions = machine.handle(event, now_ns=now_ns())
+        self._over(one)
+
+    def _announced(
+        self, one: _Checkpoint, actions: Sequence[gathering.Action], headers: Mapping[int, str]
+    ) -> gathering.Do | None:
+        """Tell the ranks what they are to know; return what is to be done next."""
+        found: gathering.Do | None = None
+        for action in actions:
+            match action:
+                case gathering.Do():
+                    found = action
+                case gathering.TellPart() | gathering.TellPublished():
+                    kind = Event.WROTE if isinstance(action, gathering.TellPart) else Event.PUBLISHED
+                    for place, client in one.clients.items():
+                        self._tell(client, one.first.stem, kind, int(headers[place] or "0", 16))
+                case gathering.TellFailure(reason=reason, gave_up=True):
+                    self._give_up(one, reason)
+                case gathering.TellFailure(reason=reason):
+                    self._tell(one.teller, one.first.stem, Event.FAILED, reason=reason)
+                case _:
+                    assert_never(action)
+        return found
 
     def _told(self, one: _Checkpoint, told: Told) -> None:
         match told:
@@ -261,15 +328,6 @@ def _check_spans(request: SaveShard, nbytes: int) -> None:
     ends = [span.at + span.nbytes for piece in request.pieces for span in piece.spans if not span.attached]
     if max(*ends, request.counter + COUNTER, 0) > nbytes:
         raise RemoteProtocolError(f"rank {request.rank} asks for memory beyond its {nbytes} bytes")
-
-
-def _published(storage: Storage) -> tuple[int, str]:
-    """Return the version and stem of the checkpoint that is published; 0 if there is none."""
-    try:
-        names = read_index(storage)
-    except UserError:
-        return 0, ""
-    return names.version, names.stem
 
 
 def _reports(headers: dict[int, str], places: int) -> Iterator[saving.Report]:

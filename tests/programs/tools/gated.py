@@ -1,7 +1,8 @@
 """`zbmd` whose last rank waits before each step of `GATES` until the file `go` and its number is there.
 
 The others wait for it in that step: a slow test finds the run where it wants it. A snapshot process that is
-there is found in the next step, as there are no more than a few. argv: that of `zbmd`.
+there is found in the next step, as there are no more than a few; one that a test has stopped is waited for.
+argv: that of `zbmd`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def before_step(version: int) -> None:
 
 
 trained = partial(train, task_of=timed_task(before_step))
-for module, name, value in ((line, "LOOK_S", 0.0), (line, "LOOK_SHARE", 0), (command, "train", trained)):
+for module, name, value in (
+    (line, "LOOK_S", 0.0),
+    (line, "LOOK_SHARE", 0),
+    (line, "SILENT_S", 120.0),
+    (command, "train", trained),
+):
     setattr(module, name, value)
 sys.exit(zbmd.main())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from support.cluster.etcd_server import free_ports
 from support.jobs.held_runs import (
     GATE,
     GATED,
+    HOLDER,
     OPTIONS,
     STEPS,
     kill_all,
@@ -25,18 +26,15 @@ from support.jobs.held_runs import (
     weights_of,
 )
 from support.processes.launcher import Running
+from support.processes.polling import wait_until
 
 from zbmd.actors.snapshots.client import HolderAddress, drop, find_holders, look
 from zbmd.training.checkpoint.index import SHARDS_NAME
-from zbmd.training.checkpoint.sharded import read_names
+from zbmd.training.checkpoint.sharded import open_state, read_names
 from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
-
-
-STEP_S = 2.0
-"""Seconds that ranks stand at a gate, at most."""
 
 
 @contextmanager
@@ -66,28 +64,37 @@ def held() -> dict[int, HolderAddress]:
     return found
 
 
-@pytest.mark.parametrize("more", [(), ("--zero", "1")], ids=["replicas", "sharded"])
+def has_committed(run: Path, step: int) -> bool:
+    with suppress(UserError, IndexError):
+        return last_committed(run) >= step
+    return False
+
+
+@pytest.mark.parametrize(
+    ("more", "numbered"), [((), True), (("--zero", "1"), False)], ids=["replicas", "sharded"]
+)
 def test_all_nodes_are_killed_at_once_and_the_next_run_has_the_same_bits(
-    launcher: Launcher, run: Path, more: tuple[str, ...]
+    launcher: Launcher, run: Path, more: tuple[str, ...], numbered: bool
 ) -> None:
+    """Without numbers, too: a node has that of the ranks whose memory is there."""
     calm = undisturbed(launcher)
     try:
-        with nodes(launcher, "--checkpoint-every", "0", *more) as running:
-            running[0].until(r"^step 3 loss")
+        with nodes(launcher, "--checkpoint-every", "0", *more, numbered=numbered) as running:
             running[0].until_holds(
                 lambda: len(set(held().values())) == 2, "both nodes have a snapshot process"
             )
+            running[0].until_holds(lambda: has_committed(run, 3), "three steps are committed")
             for node in running:
                 kill_all(node)
             assert [node.end() for node in running] == [-signal.SIGKILL] * 2
         open_gate(run)
         committed = last_committed(run)
         assert committed < GATE and not (run / SHARDS_NAME).exists()
-        with nodes(launcher, "--checkpoint-every", "0", *more) as running:
+        with nodes(launcher, "--checkpoint-every", "0", *more, numbered=numbered) as running:
             assert [node.end() for node in running] == [0, 0], "\n".join(node.text for node in running)
-        for rank, node in enumerate(running):
-            assert f"holds the memory of rank {rank} of this job: it goes on from there" in node.text
-        text = running[0].text
+        text = "\n".join(node.text for node in running)
+        for rank in range(2):
+            assert f"holds the memory of rank {rank} of this job: it goes on from there" in text
         first = int(re.findall(r"^step (\d+) loss", text, re.MULTILINE)[0])
         assert committed <= first <= committed + 2, text
         assert weights_of(text) == calm
@@ -97,34 +104,51 @@ def test_all_nodes_are_killed_at_once_and_the_next_run_has_the_same_bits(
             drop(address.name)
 
 
-def test_each_nodes_process_writes_the_shards_of_its_ranks(launcher: Launcher, run: Path) -> None:
-    """Without numbers, too: a node has that of the ranks whose memory is there.
+EVERY = 10
+FIRST, BETWEEN, BEYOND = 3, 19, 22
+"""The gates: until the state is held, at the end of an interval, and after the checkpoint is handed over."""
 
-    Ranks publish in a later step what the processes have written: so there is a step now and then.
-    """
-    calm, gates = undisturbed(launcher), tuple(range(GATE, STEPS - 1))
-    opened, next_s = list[int](), time.monotonic()
 
-    def are_saved() -> bool:
-        nonlocal next_s
-        if (run / SHARDS_NAME).exists() and len(set(held().values())) == 2:
-            return True
-        if len(opened) < len(gates) and time.monotonic() > next_s:
-            opened.append(gates[len(opened)])
-            open_gate(run, opened[-1])
-            next_s = time.monotonic() + STEP_S
-        return False
+def saved_in(run: Path) -> int:
+    return read_names(run).version if (run / SHARDS_NAME).exists() else 0
 
+
+def test_a_checkpoint_that_was_handed_over_becomes_whole_without_ranks_and_launchers(
+    launcher: Launcher, run: Path
+) -> None:
+    """The nodes' processes find each other's parts."""
+    calm, every = undisturbed(launcher), ("--checkpoint-every", str(EVERY))
     try:
-        with nodes(launcher, "--checkpoint-every", "5", gates=gates, numbered=False) as running:
-            running[0].until_holds(are_saved, "both nodes' processes have written a checkpoint")
+        gates = (FIRST, BETWEEN, BEYOND)
+        with nodes(launcher, *every, gates=gates) as running:
+            running[0].until_holds(
+                lambda: len(set(held().values())) == 2, "both nodes have a snapshot process"
+            )
+            open_gate(run, FIRST)
+            running[0].until(rf"^step {BETWEEN - 1} loss")
+            running[0].until_holds(lambda: saved_in(run) == EVERY, "the first checkpoint is written")
+            holders = [pid for node in running for pid in node.processes()[HOLDER]]
+            for pid in holders:
+                os.kill(pid, signal.SIGSTOP)
+            open_gate(run, BETWEEN)
+            running[0].until(rf"^step {BEYOND - 1} loss")
             for node in running:
                 kill_all(node)
-        assert len(read_names(run).files) == 2 and last_committed(run) < gates[-1]
-        with nodes(launcher, "--checkpoint-every", "5", gates=(), numbered=False) as running:
+            assert [node.end() for node in running] == [-signal.SIGKILL] * 2
+        assert saved_in(run) == EVERY and len(set(holders)) == 2
+        for pid in holders:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: saved_in(run) == 2 * EVERY)
+        assert len(read_names(run).files) == 2
+        with closing(open_state(run, plan=read_names(run).plan)) as saved:
+            saved.verify()
+        for address in set(held().values()):
+            assert drop(address.name) == ""
+        with nodes(launcher, "--resume", "run", gates=()) as running:
             assert [node.end() for node in running] == [0, 0], "\n".join(node.text for node in running)
-        assert weights_of("\n".join(node.text for node in running)) == calm
-        assert read_names(run).version == STEPS
+        text = "\n".join(node.text for node in running)
+        assert weights_of(text) == calm and f"step {2 * EVERY + 1} loss" in text, text
+        assert saved_in(run) == STEPS and not [path for path in run.iterdir() if "-part-" in path.name]
     finally:
         for address in held().values():
             drop(address.name)

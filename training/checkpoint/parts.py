@@ -1,9 +1,9 @@
 """Parts of an index: what each host has written of a checkpoint, until one of them publishes the whole.
 
 A host that has written the shards of its ranks puts `checkpoint-<version>-<token>-part-<place>.json` beside
-them, by the place of its first rank. Whoever finds the parts of all hosts knows the digest of each shard, and
-can write the index; two that do so write the same bytes. Once that is published, parts are removed with what
-is not kept.
+them, by the place of its first rank. A process that finds the parts of all hosts knows the digest of each
+shard, and can write the index; two that do so write the same bytes. Once that is published, parts are removed
+with what is not kept.
 """
 
 from __future__ import annotations

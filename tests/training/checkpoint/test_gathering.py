@@ -180,7 +180,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """What counts is whole, and never older than before."""
+        """Require that what counts is whole, and never older than before."""
         if SHARDS_NAME not in self.files:
             return
         names = read_index(Store(self.files, self.draw))

@@ -30,7 +30,7 @@ LOOKING_NS_MAX: Final = 30_000_000_000
 
 
 class Task(Enum):
-    """What is to be done next."""
+    """The next thing to do."""
 
     PUT_PART = "write the part of this host"
     LOOK = "look which parts are in the storage"
@@ -38,7 +38,7 @@ class Task(Enum):
 
 
 class Sight(Enum):
-    """What a look has found."""
+    """The result of a look."""
 
     MISSING = "a part is absent"
     WHOLE = "all parts are there, and no index"

@@ -23,6 +23,7 @@ from zbmd.actors.process.exit import describe_exit
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos import loop_case
+from zbmd.tools.chaos.growing_case import run_growing
 from zbmd.tools.chaos.loop_case import LoopCase, run_loop
 from zbmd.tools.chaos.small_job import JobOutcome, run_program, run_small_job
 from zbmd.tools.cli.process import run as run_command
@@ -118,6 +119,11 @@ def decode_ended(line: bytes) -> CaseResult:
 
 def _run(case: Case) -> CaseResult:
     os.environ.update(case.variables)
+    if isinstance(case, LoopCase) and case.newcomers:
+        try:
+            return CaseResult(outcome=run_growing(case))
+        except ZbmdError as error:
+            return CaseResult(error=str(error))
     template = fork_template(PRELOAD, os.environ)
     try:
         if isinstance(case, LoopCase):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +37,8 @@ PRELOAD: Final = (*OF_GUARDS, "torch.distributed.fsdp", "zbmd.torch")
 class LoopCase(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
     """A script, its variable MODE, and the kills. counts: as of `JobCase`; out: of its log and checkpoints.
 
-    shrinks: it goes on with the ranks that are left. environment: more variables.
+    shrinks: it goes on with the ranks that are left. newcomers: so many of the ranks are of a node
+    that joins in the loop; see `growing_case`. environment: more variables.
     """
 
     program: Path
@@ -47,11 +48,13 @@ class LoopCase(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
     counts: Path | None = None
     out: Path | None = None
     shrinks: bool = False
+    newcomers: int = 0
     environment: dict[str, str] = {}
     variables: dict[str, str] = {}
 
 
-def _environment_of(case: LoopCase) -> dict[str, str]:
+def environment_of(case: LoopCase) -> dict[str, str]:
+    """Return the variables of its ranks."""
     fault = {faults.FAULT_VARIABLE: case.fault} if case.fault else {}
     saves = {"OUT": str(case.out), "EVERY": str(SAVED_EVERY)} if case.out else {}
     return {"MODE": case.mode, **fault, **saves, **case.environment}
@@ -75,18 +78,23 @@ async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome
         on_loss=OnLoss.SHRINK if case.shrinks else OnLoss.REPLACE,
         max_restarts=RESTARTS_MAX,
         arena_bytes=ARENA_BYTES,
-        environment=_environment_of(case),
+        environment=environment_of(case),
         preload=PRELOAD,
     )
     ended = await ended_within(Host(config, output=output, observer=output, template=template), RUN_S_MAX)
     told = "\n".join(output.lines)
     if ended.exit_code != 0:
         raise UserError(f"with {case.fault!r} the loop did not finish: {ended.reason}\n{told}")
-    finals = sorted(line for line in output.lines if "final rank" in line)
+    return outcome_of(case, output.lines, failures_of(ended.failures))
+
+
+def outcome_of(case: LoopCase, lines: Sequence[str], failures: tuple[str, ...]) -> JobOutcome:
+    """Return what became of a run that has succeeded; see `run_loop`. lines: of its ranks."""
+    finals, told = sorted(line for line in lines if "final rank" in line), "\n".join(lines)
     if case.shrinks and case.out is not None:
-        finals, told = sorted(ends_in(output.lines)), f"{told}\n{LOSSES}{_losses(case)}"
+        finals, told = sorted(ends_in(lines)), f"{told}\n{LOSSES}{_losses(case)}"
     digest = hashlib.sha256("\n".join(finals).encode()).hexdigest()
-    return JobOutcome(digest=digest, failures=failures_of(ended.failures), told=told)
+    return JobOutcome(digest=digest, failures=failures, told=told)
 
 
 def ends_in(lines: Iterable[str]) -> list[str]:

@@ -10,7 +10,9 @@ pass of a point, inside collectives of the forward and backward pass and in a ch
 two ranks, of a rank and its replacement, or of one and of another in the recovery. What ranks report of
 steps, and the final state, must be what an undisturbed run reports. Where two kills take a shard and its
 copy, where one takes the shard of a loop that shrinks before its first step, when no copy was made, and where
-all other ranks have ended as a replacement comes, the loop must end, and say so.
+all other ranks have ended as a replacement comes, the loop must end, and say so. Ranks of mirrored loops are
+killed in the operations of their optimizers, too; loops that grow take in two ranks of a node that joins, which
+are killed as they come.
 
 A loop that shrinks must have each sample once in its log; all ranks that are left must end with the same
 state, and its losses must be those of an undisturbed run: DDP's to the last bit. PyTorch is needed.
@@ -49,13 +51,27 @@ from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
 PROGRAMS: Final = Path(__file__).resolve().parents[2] / "tests" / "programs"
-KINDS: Final = {"ddp": PROGRAMS / "training/resilient_ddp.py", "fsdp": PROGRAMS / "torch/resilient_fsdp.py"}
+KINDS: Final = {
+    "ddp": PROGRAMS / "training/resilient_ddp.py",
+    "fsdp": PROGRAMS / "torch/resilient_fsdp.py",
+    "mirrored": PROGRAMS / "torch/mirrored.py",
+}
+GROWING: Final = PROGRAMS / "torch/growing.py"
 SHRINKING: Final = {"ddp": PROGRAMS / "torch/recorded_loop.py", "fsdp": KINDS["fsdp"]}
 """Programs whose loops go on with fewer ranks."""
 PAIRS_SHARE: Final = 0.25
 """Of all cases: two kills at points that an undisturbed run passes."""
 RECOVERIES_SHARE: Final = 0.2
 """Of all cases: a kill, and another in the recovery from it."""
+AT_ONCE_SHARE: Final = 0.15
+"""Of the cases of mirrored loops and of those that grow: two ranks at the same pass of a point."""
+OWN_POINTS: Final = {
+    "normed": {"test.before_reduce": 8, "test.after_reduce": 8},
+    "muon": {"test.before_reduce": 12, "test.after_reduce": 12},
+}
+"""Points that a program declares itself, by its mode, and how often each rank passes them at least."""
+OF_LOOPS: Final = ("loop.", "collective.")
+"""The points of newcomers that are in the view: before, their node would start without them."""
 LIKE: Final = 1e-4
 """The difference, as a share, of losses of FSDP2 over other numbers of ranks; of 16 bits: `LIKE_16`."""
 LIKE_16: Final = 0.02
@@ -63,6 +79,8 @@ UNCOPIED: Final = re.compile(r"is lost before rank \d+ had a copy")
 """The words of a loop that ends since a shard is gone of which no copy was made yet."""
 LOST: Final = re.compile(rf"are lost together|{UNCOPIED.pattern}")
 """Those, and the words of one that ends since a shard and its copy are gone."""
+ALL_LOST: Final = re.compile(r"all ranks that had the state|commits.zlog belongs to another run")
+"""The words of newcomers that find nobody with the state: they do not write on in its log."""
 LATE: Final = re.compile(r"finished (?:its|their) script: no process group")
 """The words of a replacement that finds the others gone."""
 OUTSIDE: Final = re.compile(r"in tell_whole\n.*MembersLost", re.DOTALL)
@@ -73,7 +91,8 @@ OUTSIDE: Final = re.compile(r"in tell_whole\n.*MembersLost", re.DOTALL)
 class LoopSetting:
     """A loop of a kind, in a mode of its program, on `ranks` ranks. saves: it has a log and checkpoints.
 
-    shrinks: lost ranks are not replaced; it has a log.
+    shrinks: lost ranks are not replaced; it has a log. newcomers: so many of the ranks come
+    later, to a loop that shrinks, too.
     """
 
     kind: str
@@ -81,13 +100,25 @@ class LoopSetting:
     ranks: int = 3
     saves: bool = False
     shrinks: bool = False
+    newcomers: int = 0
 
     def __str__(self) -> str:
-        kind = f"{' saved' if self.saves else ''}{' shrinks' if self.shrinks else ''}"
+        kind = f"{' saved' if self.saves else ''}{' shrinks' if self.shrinks and not self.newcomers else ''}"
         return f"{self.kind} {self.mode}{kind} n={self.ranks}"
 
     def case(self, *, out: Path, data: Path, fault: str, counts: Path | None) -> LoopCase:
         """Return a run of it."""
+        if self.newcomers:
+            return LoopCase(
+                program=GROWING,
+                mode=self.mode,
+                fault=fault,
+                ranks=self.ranks,
+                counts=counts,
+                out=out,
+                shrinks=True,
+                newcomers=self.newcomers,
+            )
         more = {"WHOLE": "1", "EXACT": str(self.ranks)} if self.shrinks else {}
         return LoopCase(
             program=(SHRINKING if self.shrinks else KINDS)[self.kind],
@@ -101,10 +132,22 @@ class LoopSetting:
         )
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the state."""
+        return self.kind in ("fsdp", "mirrored") or self.mode == "fsdp"
+
+    @property
+    def own_points(self) -> Passes:
+        """Return the points that its program declares itself."""
+        if self.kind != "mirrored":
+            return {}
+        return next(points for mode, points in OWN_POINTS.items() if mode in self.mode)
+
+    @property
     def recovery(self) -> tuple[str, ...]:
         """The points of a recovery that survivors pass, and those of a replacement with `#2`."""
         if self.shrinks:
-            return ("loop.meet", *(("loop.divided", "loop.agreed") if self.kind == "fsdp" else ()))
+            return ("loop.meet", *(("loop.divided", "loop.agreed") if self.is_sharded else ()))
         return ("loop.meet", "#2:loop.meet", "#2:loop.take", *(("loop.give",) if self.kind == "ddp" else ()))
 
 
@@ -118,10 +161,13 @@ SETTINGS: Final = (
         for mode in ("plain", "fused", "momentum", "mixed+every", "kept+every", "scaler+fused")
     ),
     LoopSetting(kind="fsdp", mode="hybrid", ranks=4),
-    *(LoopSetting(kind=kind, mode="plain", saves=True) for kind in KINDS),
-    *(LoopSetting(kind=kind, mode="plain", ranks=4, shrinks=True) for kind in KINDS),
+    *(LoopSetting(kind=kind, mode="plain", saves=True) for kind in SHRINKING),
+    *(LoopSetting(kind=kind, mode="plain", ranks=4, shrinks=True) for kind in SHRINKING),
     LoopSetting(kind="fsdp", mode="mixed+kept+fused", shrinks=True),
-    *(LoopSetting(kind=kind, mode="plain", saves=True, shrinks=True) for kind in KINDS),
+    *(LoopSetting(kind=kind, mode="plain", saves=True, shrinks=True) for kind in SHRINKING),
+    *(LoopSetting(kind="mirrored", mode=mode) for mode in ("fsdp+normed", "fsdp+muon", "ddp+normed")),
+    *(LoopSetting(kind="mirrored", mode=f"hybrid+{mode}", ranks=4) for mode in ("normed", "muon")),
+    *(LoopSetting(kind="grows", mode=mode, ranks=4, shrinks=True, newcomers=2) for mode in ("ddp", "fsdp")),
 )
 
 
@@ -151,7 +197,7 @@ def difference_of_fewer(setting: LoopSetting, told: str, wanted: str, left: int)
     (losses, calm), ends = (_losses_in(text) for text in (told, wanted)), ends_in(told.splitlines())
     if len(ends) != left or len(set(ends)) != 1:
         return f"{left} ranks are left, and these are their ends: {ends}"
-    if setting.kind == "ddp":
+    if not setting.is_sharded:
         same = losses == calm and set(ends) == set(ends_in(wanted.splitlines()))
         return "" if same else f"it ends with {ends[0]}, and losses {losses}, not {calm}"
     like = LIKE_16 if "mixed" in setting.mode else LIKE
@@ -173,7 +219,9 @@ def of_living(wanted: Collection[str], fault: str) -> set[str]:
 
 def verdict_on_end(setting: LoopSetting, fault: str, error: str, wanted: Collection[str]) -> Verdict:
     """Return what to think of a run that did not succeed. error: why, and what its ranks said."""
-    if setting.kind == "fsdp" and LOST.search(error):
+    if setting.newcomers and _takes_all_with_state(setting, fault) and ALL_LOST.search(error):
+        return "lost, and said so"
+    if setting.is_sharded and LOST.search(error):
         is_early = setting.shrinks and UNCOPIED.search(error) and not reports_in(error.splitlines())
         if len(faults.parse(fault)) > 1 or is_early:
             return "lost, and said so"
@@ -183,18 +231,44 @@ def verdict_on_end(setting: LoopSetting, fault: str, error: str, wanted: Collect
     return "late, and said so" if LATE.search(error) and living and living <= told else "failed"
 
 
+def _takes_all_with_state(setting: LoopSetting, fault: str) -> bool:
+    """Whether all ranks that a loop begins with are killed: those that come may not have the state yet."""
+    killed = {one.process for one in faults.parse(fault)}
+    return {f"rank{rank}" for rank in range(setting.ranks - setting.newcomers)} <= killed
+
+
 def drawn(setting: LoopSetting, passes: Sequence[Passes], count: int, seed: int) -> list[str]:
     """Draw `count` cases of a loop: one kill, or two."""
     rng, found = random.Random(f"{setting}/{seed}"), dict[str, None]()
+    passes = [_of_setting(setting, rank, each) for rank, each in enumerate(passes)]
     pairs, again = round(PAIRS_SHARE * count), round(RECOVERIES_SHARE * count)
-    while len(found) < count - pairs - again:
+    at_once = round(AT_ONCE_SHARE * count) if setting.newcomers or setting.kind == "mirrored" else 0
+    while len(found) < count - pairs - again - at_once:
         found[drawn_kill(rng, passes, rng.randrange(setting.ranks))] = None
-    while len(found) < count - pairs:
+    while len(found) < count - pairs - at_once:
         found[_in_recovery(setting, rng, passes)] = None
+    while len(found) < count - pairs:
+        found[_at_once(setting, rng, passes)] = None
     both = sampled_pairs(passes, 3 * pairs, f"{setting}/{seed}/pairs")
     every = [*found, *[each for each in both if not (setting.shrinks and "#2" in each)][:pairs]]
     rng.shuffle(every)
     return every
+
+
+def _of_setting(setting: LoopSetting, rank: int, passes: Passes) -> Passes:
+    """Return the points at which a rank of a loop may be killed, and how often it passes them."""
+    if rank < setting.ranks - setting.newcomers:
+        return {**setting.own_points, **passes}
+    return {point: times for point, times in passes.items() if point.startswith(OF_LOOPS)}
+
+
+def _at_once(setting: LoopSetting, rng: random.Random, passes: Sequence[Passes]) -> str:
+    """Draw a kill of two ranks at the same pass of a point that both have."""
+    one, other = rng.sample(range(setting.ranks), 2)
+    common = sorted(passes[one].keys() & passes[other].keys())
+    point = rng.choice([each for each in common if each.startswith(("loop.", "test."))])
+    count = rng.randint(1, min(passes[one][point], passes[other][point]))
+    return f"rank{one}:{point}:{count},rank{other}:{point}:{count}"
 
 
 def _in_recovery(setting: LoopSetting, rng: random.Random, passes: Sequence[Passes]) -> str:

@@ -124,6 +124,7 @@ class Meetings:
             self.exchange.gather(b"")  # nobody gives its groups up while another one ends the step
         except LOSSES as error:
             CONTINUITY.note(error)
+        faults.hit(points.GROWS)
         return self.recover(after=epoch)
 
     def recover(self, *, after: int = 0) -> bool:

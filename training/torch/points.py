@@ -11,6 +11,9 @@ PREPARED: Final = faults.declare("loop.prepared", "when its gradients are whole,
 DELIVERED: Final = faults.declare(
     "loop.delivered", "when the gradients of the ward are here, before the vote"
 )
+MIRRORING: Final = faults.declare(
+    "loop.mirroring", "when ranks know how long the updated parts are that they mirror, before those are sent"
+)
 VOTED: Final = faults.declare("loop.voted", "when all votes have been seen, before the update")
 LOGGED: Final = faults.declare("loop.logged", "when the writer has logged the step, before the update")
 UPDATING: Final = faults.declare(
@@ -20,6 +23,13 @@ UPDATED: Final = faults.declare(
     "loop.updated", "when the optimizer has updated, and the copy of the ward's shard"
 )
 DONE: Final = faults.declare("loop.done", "when a step has ended")
+GROWS: Final = faults.declare(
+    "loop.grows", "when all ranks have agreed to take in others, before one gives its groups up"
+)
+COMES: Final = faults.declare(
+    "loop.comes",
+    "when a newcomer's or replacement's script has come to its loop, before it meets the others",
+)
 MEET: Final = faults.declare("loop.meet", "when survivors have met again, before state moves")
 GIVE: Final = faults.declare("loop.give", "when a survivor has sent half of its state to a replacement")
 TAKE: Final = faults.declare("loop.take", "when a replacement has received its state")

@@ -124,6 +124,7 @@ class Run:
             self._meetings = Meetings(*of, version=version, fresh=fresh, shrinks=self._shrinks)
             state.keep()
             if replaces:
+                faults.hit(points.COMES)
                 self._meetings.recover()
             else:
                 self._meetings.found(options=options.text(), refusal=refused)

@@ -1,18 +1,19 @@
 """A recorded loop whose rank 0 waits, each time after two steps, until the job has another number of ranks.
 
-Arguments: ddp or fsdp, the directory of its records, and the numbers of ranks to wait in: 1,2.
+Arguments: ddp or fsdp, the directory of its records, and the numbers of ranks to wait in: 1,2. If
+FIRST is set, whichever rank is 0 waits until a rank of this number or a higher one has come, and all tell the
+state that they end with. EXACT: the number of logical shares over DDP.
 """
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import importlib
 import os
 import sys
+import time
 import warnings
 from typing import Any
-
-from support.processes.polling import until
 
 import zbmd.torch
 
@@ -24,6 +25,7 @@ distributed: Any = importlib.import_module("torch.utils.data.distributed")
 world: Any = importlib.import_module("zbmd.collectives.torch.world").world
 
 KIND, OUT = sys.argv[1:3]
+FIRST, EXACT = int(os.environ.get("FIRST", "0")), int(os.environ.get("EXACT", "2"))
 SIZES = [int(size) for size in sys.argv[3].split(",")] if len(sys.argv) > 3 else []
 
 
@@ -38,10 +40,31 @@ class Waits:
         size = dist.get_world_size()
         if size != self._size:
             self._size, self._begun = size, step
-        if os.environ["RANK"] == "0" and SIZES and SIZES[0] == size and step >= self._begun + 2:
+        if FIRST:
+            self._wait_for_newcomers(step, size)
+        elif os.environ["RANK"] == "0" and SIZES and SIZES[0] == size and step >= self._begun + 2:
             SIZES.pop(0)
             print(f"waits in a group of {size}", flush=True)
-            asyncio.run(until(lambda: len(world().worker.latest.members) != size))
+            until_other_than(size)
+
+    def _wait_for_newcomers(self, step: int, size: int) -> None:
+        """Wait until they are there; a loss is to be dealt with first."""
+        if step < 2 or dist.get_rank() or any(rank >= FIRST for rank in members()):
+            return
+        print(f"waits in a group of {size}", flush=True)
+        until_other_than(size)
+
+
+def members() -> tuple[int, ...]:
+    """Return the ranks of the job's newest view."""
+    found: tuple[int, ...] = world().worker.latest.ranks
+    return found
+
+
+def until_other_than(size: int) -> None:
+    """Return once the job has not so many ranks any more."""
+    while len(members()) == size:
+        time.sleep(0.02)
 
 
 def model_of(kind: str) -> Any:
@@ -54,6 +77,16 @@ def model_of(kind: str) -> Any:
     return fully_shard(net)
 
 
+def tell_whole(model: Any, optimizer: Any) -> None:
+    """Print a digest of all parameters and moments, which is the same on all ranks."""
+    found = hashlib.sha256()
+    for each in model.parameters():
+        for value in (each, *(moment for _, moment in sorted(optimizer.state.get(each, {}).items()))):
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found.update(repr(whole.detach().tolist()).encode())
+    print(f"ends with {found.hexdigest()[:16]}", flush=True)
+
+
 def main() -> None:
     """Train."""
     warnings.filterwarnings("ignore")
@@ -63,7 +96,7 @@ def main() -> None:
     model = model_of(KIND)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    run = zbmd.torch.resilient(model, optimizer, scheduler, out=OUT, exact=2 if KIND == "ddp" else False)
+    run = zbmd.torch.resilient(model, optimizer, scheduler, out=OUT, exact=EXACT if KIND == "ddp" else False)
     numbers = torch.Generator().manual_seed(5)
     samples = data.TensorDataset(torch.randn(40, 4, generator=numbers))
     waits = Waits()
@@ -79,7 +112,10 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
-    print(f"ends with {run.metrics['ranks']:g} ranks", flush=True)
+    if FIRST:
+        tell_whole(model, optimizer)
+    else:
+        print(f"ends with {run.metrics['ranks']:g} ranks", flush=True)
     dist.destroy_process_group()
 
 

@@ -8,9 +8,7 @@ import pytest
 
 from zbmd.tools.chaos.loop_case import LOSSES
 from zbmd.tools.chaos.loops import (
-    KINDS,
     SETTINGS,
-    SHRINKING,
     LoopSetting,
     difference,
     difference_of_fewer,
@@ -92,7 +90,8 @@ def test_kills_of_loops_are_drawn_alone_and_in_pairs() -> None:
     assert cases == drawn(setting, passes, 40, 1) != drawn(setting, passes, 40, 2)
     assert len(set(cases)) == 40 and [len(faults.parse(case)) for case in cases].count(2) == 18
     assert any(case.endswith("#2:loop.take:1") for case in cases)
-    assert all(KINDS[one.kind].exists() and SHRINKING[one.kind].exists() for one in SETTINGS)
+    runs = [one.case(out=Path(), data=Path(), fault="", counts=None) for one in SETTINGS]
+    assert all(each.program.exists() for each in runs)
 
 
 def test_kills_of_loops_that_shrink_are_of_ranks_that_are_there() -> None:
@@ -137,3 +136,34 @@ def test_kills_of_a_loop_are_run_and_kept(
     assert [one.verdict for one in found.values()] == ["same bits"] * 2
     assert "2 cases, 0 of them done before" in capfd.readouterr().out
     assert main([*wanted, "--table"]) == 0
+
+
+def test_kills_of_loops_that_grow_are_of_newcomers_that_have_come() -> None:
+    """What they pass before they are in the view is left out; two ranks are killed at once in some cases."""
+    setting = LoopSetting(kind="grows", mode="fsdp", ranks=4, shrinks=True, newcomers=2)
+    passes = [{"loop.begin": 9, "rank.joins": 1}] * 2 + [
+        {"loop.comes": 1, "loop.begin": 4, "rank.joins": 1}
+    ] * 2
+    kills = [faults.parse(case) for case in drawn(setting, passes, 60, 1)]
+    assert {one.process for kill in kills for one in kill} == {f"rank{rank}" for rank in range(4)}
+    alone = [kill[0] for kill in kills if len(kill) == 1]
+    assert any(one.point == "rank.joins" for one in alone)
+    assert all(one.process in ("rank0", "rank1") for one in alone if one.point == "rank.joins")
+    assert any(len(kill) == 2 and len({(one.point, one.count) for one in kill}) == 1 for kill in kills)
+
+
+def test_kills_of_mirrored_loops_are_also_in_the_operations_of_their_optimizers() -> None:
+    setting = LoopSetting(kind="mirrored", mode="fsdp+muon")
+    cases = drawn(setting, [{"loop.updating": 8, "loop.mirroring": 8}] * 3, 60, 1)
+    points = {one.point for case in cases for one in faults.parse(case)}
+    assert {"test.before_reduce", "test.after_reduce", "loop.updating", "loop.mirroring"} <= points
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict"),
+    [("rank0:loop.begin:4,rank1:loop.begin:4", "lost, and said so"), ("rank0:loop.begin:4", "failed")],
+)
+def test_a_loop_that_grows_is_lost_with_all_that_it_began_with(fault: str, verdict: str) -> None:
+    setting = LoopSetting(kind="grows", mode="ddp", ranks=4, shrinks=True, newcomers=2)
+    said = "[rank3]: out/commits.zlog belongs to another run (26a9, seed 1): give …"
+    assert verdict_on_end(setting, fault, said, []) == verdict

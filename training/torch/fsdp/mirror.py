@@ -18,12 +18,14 @@ import numpy as np
 
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.tensors import bytes_over
+from zbmd.training.torch import points
 from zbmd.training.torch.encoding import decode, encode, name_of
 from zbmd.training.torch.fsdp.division import buddy_of, ward_of
 from zbmd.training.torch.fsdp.modules import is_sharded, local_of
 from zbmd.training.torch.fsdp.replica import SCALED, Shard, belongs_to_shard, digests_of
 from zbmd.training.torch.fsdp.slots import Slots
 from zbmd.training.torch.transfer import Header, Shape, aligned, decode_header, empty, tensor_at
+from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
 torch: Any = importlib.import_module("torch")
@@ -240,6 +242,7 @@ class Mirror:
         self._exchange(group, end_ns, length, theirs, rank, size)
         if not 0 < theirs[0] <= PART_BYTES_MAX:
             raise RemoteProtocolError(f"a part of {theirs[0]} bytes is to come")
+        faults.hit(points.MIRRORING)
         ward = self._in.free(int(theirs[0]))
         self._exchange(group, end_ns, bytes_over(own), bytes_over(ward), rank, size)
         self.slots.hold(unpacked(own), unpacked(ward))

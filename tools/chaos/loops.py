@@ -11,8 +11,8 @@ two ranks, of a rank and its replacement, or of one and of another in the recove
 steps, and the final state, must be what an undisturbed run reports. Where two kills take a shard and its
 copy, where one takes the shard of a loop that shrinks before its first step, when no copy was made, and where
 all other ranks have ended as a replacement comes, the loop must end, and say so. Ranks of mirrored loops are
-killed in the operations of their optimizers, too; loops that grow take in two ranks of a node that joins, which
-are killed as they come.
+killed in the operations of their optimizers, too; loops that grow take in two ranks of a node that joins,
+which are killed as they come.
 
 A loop that shrinks must have each sample once in its log; all ranks that are left must end with the same
 state, and its losses must be those of an undisturbed run: DDP's to the last bit. PyTorch is needed.

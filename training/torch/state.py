@@ -180,21 +180,26 @@ def shares_of(state: LoopState, shares: int, *, exact: bool | int, shrinks: bool
     shrinks: whether it goes on with fewer ranks. Raises `UserError` for what cannot be divided so.
     """
     why = f"exact={exact}" if exact else "--on-loss shrink"
-    if state.shards is None:
-        made: Shares = ReplicatedShares(state.models, state.optimizers, shares, why)
+    is_sharded = has_shards(state.models)
+    if is_sharded and state.shards is not None:
+        made: Shares = ShardedShares(state.models, state.shards.modules, shares, why)
     else:
-        made = ShardedShares(state.models, state.shards.modules, shares, why)
+        made = ReplicatedShares(state.models, state.optimizers, shares, why)
     if not exact and not shrinks:
         return made
-    if exact and state.shards is not None:
+    if exact and is_sharded:
         raise UserError(
             f"{why} is for DistributedDataParallel: over FSDP2 the bits depend on the number of ranks"
         )
-    if state.shards is not None and state.shards.mirror is not None:
+    if shrinks and not is_sharded and state.shards is not None:
         raise UserError(
-            f"{why} takes one optimizer, whose updates a buddy can repeat: what others keep cannot be divided"
+            "--on-loss shrink takes mirror=True over FSDP2 alone: under DistributedDataParallel each rank "
+            "may keep other states in its optimizers, and those of a lost rank belong to no other; run it "
+            "with --on-loss replace"
         )
     if shrinks and len(CONTINUITY.groups) > 1:
         raise UserError(f"{why} takes the default process group alone: others would miss ranks")
     made.check()
+    if shrinks and state.shards is not None:
+        state.shards.divides_for = why
     return made

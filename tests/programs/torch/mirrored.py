@@ -1,7 +1,8 @@
 """A resilient loop whose optimizers communicate in `step()`, which prints what a killed run must match.
 
-Variable MODE: what the model is (ddp, fsdp, hybrid) and its optimizers (normed; muon: two of them), joined by
-+.
+Variable MODE: what the model is (ddp, fsdp, hybrid) and its optimizers (normed; muon: two of them; cornered:
+one with a state whose shape follows from the number of ranks), joined by +. OUT: the directory of its
+records; then it tells the whole state that it ends with. EXACT: the number of logical shares.
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ class Normed(torch.optim.SGD):  # type: ignore[misc, name-defined]
         return super().step(closure)
 
 
+class Cornered(Normed):
+    """Keeps a number of each rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each].setdefault("of ranks", torch.zeros(dist.get_world_size(), 3))
+        return super().step(closure)
+
+
 class Muon(torch.optim.Optimizer):  # type: ignore[misc, name-defined]
     """Moves matrices by the orthogonal part of their momentum, which each rank has as a shard."""
 
@@ -93,7 +105,8 @@ def local_begin(parameter: Any) -> int:
 
 def built() -> tuple[Any, list[Any]]:
     """Return the model and its optimizers."""
-    net = nn.Sequential(nn.Linear(10, 7), nn.GELU(), nn.BatchNorm1d(7), nn.Linear(7, 5))
+    norm = nn.LayerNorm(7) if "EXACT" in os.environ else nn.BatchNorm1d(7)
+    net = nn.Sequential(nn.Linear(10, 7), nn.GELU(), norm, nn.Linear(7, 5))
     if "ddp" in MODES:
         model = parallel.DistributedDataParallel(net)
     else:
@@ -102,6 +115,8 @@ def built() -> tuple[Any, list[Any]]:
         model = fsdp.fully_shard(net, mesh=meshes.init_device_mesh("cpu", shape, mesh_dim_names=names))
     every = [*model.parameters()]
     torch.optim.SGD([torch.zeros(1)])  # from now on its step() calls hooks, inside that of Normed, too
+    if "cornered" in MODES:
+        return model, [Cornered(every, lr=0.05)]
     if "normed" in MODES:
         return model, [Normed(every, lr=0.05, momentum=0.9)]
     matrices, others = ([each for each in every if (each.dim() == 2) is wanted] for wanted in (True, False))
@@ -117,6 +132,36 @@ def digest(*values: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def tell_whole(optimizers: list[Any]) -> None:
+    """Print a digest of all shards together, with their moments, if the loop is recorded."""
+    if "OUT" not in os.environ:
+        return
+    whole = [
+        whole_of(value, each)
+        for optimizer in optimizers
+        for each in (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for value in (each, *(moment for _, moment in sorted(optimizer.state[each].items())))
+    ]
+    calls = [getattr(each, "calls", 0) for each in optimizers]
+    print(f"ends with {digest(*whole, calls)}", flush=True)
+
+
+def whole_of(value: Any, parameter: Any) -> Any:
+    """Return what all ranks have of a moment."""
+    if not hasattr(parameter, "device_mesh") or not isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "full_tensor"):
+        value = type(parameter.data).from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return value.full_tensor()
+
+
 def main() -> None:
     """Train."""
     torch.set_num_threads(1)
@@ -127,7 +172,14 @@ def main() -> None:
     numbers = torch.Generator().manual_seed(5)
     samples = data.TensorDataset(torch.randn(96, 10, generator=numbers), torch.arange(96))
     loader = data.DataLoader(samples, 8, sampler=distributed.DistributedSampler(samples))
-    run = zbmd.torch.resilient(model, optimizers, *schedulers, mirror="ddp" in MODES)
+    run = zbmd.torch.resilient(
+        model,
+        optimizers,
+        *schedulers,
+        mirror="ddp" in MODES,
+        out=os.environ.get("OUT"),
+        exact=int(os.environ.get("EXACT", "0")),
+    )
     log: list[Any] = []
     for x, index in run.batches(loader, epochs=2):
         with run.step():
@@ -141,6 +193,7 @@ def main() -> None:
             for each in schedulers:
                 each.step()
             log.append((run.steps, tuple(index.tolist()), run.metrics["loss"]))
+    tell_whole(optimizers)
     rank, calls = dist.get_rank(), [getattr(each, "calls", 0) for each in optimizers]
     moments = [
         value

@@ -93,6 +93,34 @@ def test_a_part_takes_all_that_an_optimizer_keeps_through_bytes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(own.updated, theirs.updated, strict=True))
 
 
+def test_a_first_update_that_is_undone_leaves_nothing_behind() -> None:
+    """Neither moments nor an attribute that it has set: its repetition ends with the bits of a first one."""
+    (once, wanted), (again, shard) = counting(), counting()
+    kept = mirror.Mirror(shard)
+    kept.begin(compares=False)
+    stepped(again, shard, 1)
+    kept.go_back()
+    assert not again.state and "calls" not in vars(again)
+    for optimizer, own in ((once, wanted), (again, shard)):
+        stepped(optimizer, own, 1)
+    assert (again.calls, once.calls) == (1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(wanted.updated, shard.updated, strict=True))
+
+
+def test_a_mirrored_state_is_divided_if_it_has_the_rows_of_its_parameter() -> None:
+    optimizer, shard = counting()
+    assert shard.undivided == ""
+    stepped(optimizer, shard, 1)
+    assert shard.undivided == "state 'momentum_buffer'", "a plain parameter has no rows"
+    for each in shard.updated:
+        optimizer.state[each] = {"age": 3, "scale": torch.ones(())}
+    assert shard.undivided == "entry 'total'"
+    del optimizer.state["total"]
+    assert shard.undivided == ""
+    optimizer.mean = torch.zeros(3)
+    assert shard.undivided == "attribute 'mean'"
+
+
 @pytest.mark.parametrize(
     ("attributes", "entries"),
     [

@@ -22,6 +22,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 
 PROGRAM = PROGRAMS / "torch/resilient_fsdp.py"
+MIRRORED = PROGRAM.with_name("mirrored.py")
 
 
 def losses_in(out: Path, ranks: int) -> list[float]:
@@ -47,7 +48,8 @@ async def undisturbed(out: Path, mode: str, ranks: int) -> list[float]:
 
 async def shrunk(out: Path, mode: str, fault: str, ranks: int) -> tuple[Path, int]:
     """Run a loop whose ranks are killed: those that are left end with the same parameters and moments."""
-    lines = await shrink(PROGRAM, fault, ranks, {"MODE": mode, "OUT": str(out), "WHOLE": "1"})
+    program = MIRRORED if mode.startswith("fsdp+") else PROGRAM
+    lines = await shrink(program, fault, ranks, {"MODE": mode, "OUT": str(out), "WHOLE": "1"})
     ends = [line.partition("ends with ")[2] for line in lines if "ends with" in line]
     killed = len(fault.split(",")) if fault else 0
     assert len(ends) == ranks - killed and len(set(ends)) == 1, "\n".join(lines)
@@ -63,12 +65,14 @@ async def shrunk(out: Path, mode: str, fault: str, ranks: int) -> tuple[Path, in
         ("plain", "rank1:loop.begin:3,rank0:loop.agreed:1", 4),
         ("scaler+fused", "rank2:loop.updated:3,rank1:loop.done:5", 3),
         ("mixed+kept+fused", "rank0:loop.delivered:3", 2),
+        ("fsdp+normed", "rank1:test.after_reduce:3,rank3:loop.updated:4", 4),
+        ("fsdp+muon", "rank2:loop.mirroring:2", 3),
     ],
 )
 async def test_a_loop_goes_on_with_those_who_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, fault: str, ranks: int
 ) -> None:
-    """Clipping, a scheduler, accumulation; also ranks that are lost while the state is divided."""
+    """Clipping, a scheduler, accumulation; mirrored updates; also ranks lost while the state is divided."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     wanted = await undisturbed(tmp_path / "whole", mode, ranks)
     losses = losses_in(*await shrunk(tmp_path / "run", mode, fault, ranks))
@@ -107,13 +111,34 @@ async def test_a_checkpoint_of_fewer_ranks_is_read_by_any_number(
     assert audit_run(tmp_path / "run").is_whole
 
 
+async def test_a_state_whose_shape_follows_from_the_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first update counts; with replacements it is mirrored as any other."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    output = Lines()
+    config = HostConfig(
+        target=str(MIRRORED),
+        world_size=2,
+        on_loss=OnLoss.SHRINK,
+        arena_bytes=32 << 20,
+        environment={"MODE": "fsdp+cornered", "OUT": str(tmp_path / "run")},
+    )
+    result = await Host(config, output=output).run()
+    told = "\n".join(output.lines)
+    assert result.outcome is Outcome.FAILED
+    assert re.search("on-loss shrink divides .* an optimizer's state 'of ranks' has others", told), told
+
+
 async def test_a_rank_and_its_buddy_together_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     output, fault = Lines(), "rank1:loop.prepared:3,rank2:loop.prepared:3"
     config = HostConfig(
-        target=str(PROGRAMS / "torch/together.py"),  # one alone would shrink the run, and the other's buddy be rank 0
+        target=str(
+            PROGRAMS / "torch/together.py"
+        ),  # one alone would shrink the run, and the other's buddy be rank 0
         arguments=(str(tmp_path / "together"), "2", str(PROGRAM)),
         world_size=3,
         on_loss=OnLoss.SHRINK,

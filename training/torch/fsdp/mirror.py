@@ -74,9 +74,34 @@ class MirroredShard(Shard):
             for optimizer, found, numbers in zip(self.optimizers, entries, attributes, strict=True):
                 _require_known(optimizer, found, numbers)
                 optimizer.state.update(found)
+                for name in _attributes_of(optimizer).keys() - numbers.keys():
+                    del vars(optimizer)[name]  # an update that is undone has set it for the first time
                 vars(optimizer).update(numbers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RemoteProtocolError(f"a part, as another rank has sent it: {error!r}") from None
+
+    @property
+    def undivided(self) -> str:
+        """Return the name of what is in it, is no number and has not the rows of its parameter; "": nothing.
+
+        Such a state may be this rank's own, and its shape may follow from the number of ranks.
+        """
+        for parameter in self.updated:
+            for name, value in self._moments(parameter).items():
+                kind = _kind(value, parameter)
+                is_whole = kind[:1] == ["dtensor"] and set(kind[1]) == {REPLICATED}
+                is_cut = kind[:1] != ["dtensor"] and belongs_to_shard(local_of(value), parameter)
+                if not (is_whole or is_cut or _is_number(value)):
+                    return f"state {name!r}"
+        more = [
+            (f"entry {name!r}", each) for one in self.optimizers for name, each in _entries_of(one).items()
+        ]
+        more += [
+            (f"attribute {name!r}", each)
+            for one in self.optimizers
+            for name, each in _attributes_of(one).items()
+        ]
+        return next((what for what, value in more if not _is_number(value)), "")
 
     @property
     def has_more(self) -> str:
@@ -84,10 +109,16 @@ class MirroredShard(Shard):
         for parameter in self.updated:
             for name, value in self._moments(parameter).items():
                 is_moment = not _kind(value, parameter) and belongs_to_shard(local_of(value), parameter)
-                is_number = not isinstance(value, torch.Tensor) or value.dim() == 0
-                if isinstance(value, dict | list | tuple) or not (is_moment or is_number):
+                if not (is_moment or _is_number(value)):
                     return f"state {name!r}"
         return next((f"entry {name!r}" for each in self.optimizers for name in _entries_of(each)), "")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a part of an optimizer's state is neither an array nor has several parts."""
+    if isinstance(value, torch.Tensor):
+        return bool(value.dim() == 0)
+    return not isinstance(value, dict | list | tuple)
 
 
 def _kind(value: Any, parameter: Any) -> list[Any]:
@@ -252,6 +283,11 @@ class Mirror:
         sends, receives = [0] * size, [0] * size
         sends[buddy_of(rank, size)], receives[ward_of(rank, size)] = out.size, into.size
         group.submit(lambda c: c.all_to_all_v(out, sends, receives, into, deadline_ns=end_ns)).result()
+
+    def divided(self, ward: Any) -> None:
+        """The own part has come from elsewhere, for another number of ranks. ward: None: there is none."""
+        self.slots.replace()
+        self.slots.keep(ward)
 
     def commit(self) -> None:
         """The transaction is committed."""

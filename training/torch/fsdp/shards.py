@@ -42,6 +42,10 @@ torch: Any = importlib.import_module("torch")
 log: Final = structlog.stdlib.get_logger("zbmd.torch")
 
 
+_DIVIDED: Final = ("names", "parameters", "moments")
+"""Of what `Shard.state` returns; the rest, of a mirrored shard, is the same on all ranks."""
+
+
 class Letter:
     """Gradients in one piece of memory, behind a byte for each parameter: whether it has one.
 
@@ -111,6 +115,8 @@ class Shards:
         self._in: Letter | None = None
         self._replica: Replica | None = None
         self._holds = False
+        self.divides_for = ""
+        """What asks for a state that any number of ranks can divide; "": nothing does."""
         self._received: _Received | None = None
         self._adopted: _Received | None = None
         """A division that counts, and that is not one of the ranks that there are now."""
@@ -121,6 +127,7 @@ class Shards:
         Raises as operations of `group` do.
         """
         self._holds, self._received = False, None
+        self._require_divisible()
         if self._size == 1:
             return
         if self.mirror is not None:
@@ -135,6 +142,15 @@ class Shards:
         outbox, inbox = self._out.data, self._in.data
         group.submit(lambda c: c.all_to_all_v(outbox, sends, receives, inbox, deadline_ns=end_ns)).result()
         self._holds = True
+
+    def _require_divisible(self) -> None:
+        """Raise `UserError` for an optimizer's state that cannot be divided again, if that is asked for."""
+        if self.divides_for and isinstance(self._own, MirroredShard) and (what := self._own.undivided):
+            raise UserError(
+                f"{self.divides_for} divides what optimizers keep of a parameter by its rows, and an "
+                f"optimizer's {what} has others: the part of a lost rank could not be divided; keep states "
+                "of the shape of the parameter's shard, DTensors that are whole on each rank, and numbers"
+            )
 
     def _gradient(self, parameter: Any) -> Any:
         if parameter.grad is None:
@@ -240,7 +256,7 @@ class Shards:
     # Another division.
 
     def contents(self) -> Any:
-        """Return the dtypes of the moments of each updated parameter, and its state that is not divided."""
+        """Return what is not divided of each updated parameter, the dtypes of its moments, and the rest."""
         state = self._own.state() if self._adopted is None else self._adopted.own
         found, places = [], [at for group in self._own.places for at in group]
         for at, moments in zip(places, state["moments"], strict=True):
@@ -251,7 +267,7 @@ class Shards:
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
             }
             found.append([arrays, {name: value for name, value in moments.items() if name not in arrays}])
-        return found
+        return [found, {name: value for name, value in state.items() if name not in _DIVIDED}]
 
     def divide(
         self, group: Group, end_ns: int, division: Division, holders: Sequence[Holder], contents: Any
@@ -261,13 +277,14 @@ class Shards:
         holders: of the parts of the old division. contents: as `contents` of a rank with a part returns it.
         Raises as operations of `group` do.
         """
+        kinds, more = contents
         updated = [at for places in self._own.places for at in places]
         held = self._held(holders, group.rank)
         windows: list[Any] = [[], []]
         moments: list[list[Any]] = [[{} for _ in updated], [{} for _ in updated]]
         for at, parameter in enumerate(self._own.parameters):
             number = updated.index(at) if at in updated else None
-            dtypes, others = ({}, {}) if number is None else contents[number]
+            dtypes, others = ({}, {}) if number is None else kinds[number]
             arrays = {
                 part: [state["parameters"][at], *(state["moments"][number][name] for name in dtypes)]
                 for part, state in held.items()
@@ -280,7 +297,13 @@ class Shards:
                     own = {name: copy.deepcopy(value) for name, value in others.items()}
                     moments[window][number] = {**dict(zip(dtypes, rest, strict=True)), **own}
         own, ward = (
-            {"names": self._own.names, "parameters": windows[of], "moments": moments[of]} for of in (0, 1)
+            {
+                "names": self._own.names,
+                "parameters": windows[of],
+                "moments": moments[of],
+                **copy.deepcopy(more),
+            }
+            for of in (0, 1)
         )
         self._received = _Received(division, own, ward)
 
@@ -292,8 +315,13 @@ class Shards:
             own, kept = self._adopted.own, self._adopted.ward
         elif parts:
             own = self._own.state()
-            kept = None if self._replica is None else self._replica.state()
+            kept = self._kept_copy()
         return {part: kept if holder.copy else own for part, holder in parts.items()}
+
+    def _kept_copy(self) -> Any:
+        if self.mirror is not None:
+            return self.mirror.state()
+        return None if self._replica is None else self._replica.state()
 
     def adopt(self, division: Division) -> None:
         """Have what was received for this division count."""
@@ -311,6 +339,9 @@ class Shards:
         self._replica = self._in = None
         self.modules.divide()
         self._own.load(received.own)
+        if self.mirror is not None:
+            self.mirror.divided(received.ward if ranks > 1 else None)
+            return
         self._out = Letter([local_of(each) for each in self._own.updated])
         if self._size > 1 and received.ward is not None:
             self._keep_copy(received.ward)

@@ -55,8 +55,8 @@ class Slots(Generic[PartT]):
         self.updating = False
         return own
 
-    def keep(self, ward: PartT) -> None:
-        """Hold the ward's part, as it is committed."""
+    def keep(self, ward: PartT | None) -> None:
+        """Hold the ward's part, as it is committed; None: this rank has no ward."""
         self.ward, self.next_ward = ward, None
 
     def replace(self) -> None:

@@ -21,6 +21,7 @@ from zbmd.tools.chaos.small_job import RUN_S_MAX, JobOutcome
 from zbmd.tools.cli.launch import free_port
 from zbmd.tools.node import cli
 from zbmd.transport.errors import UserError
+from zbmd.transport.host.process import end_with_parent
 
 STATE_VARIABLE: Final = "ZBMD_STATE_DIR"
 WAITS: Final = "waits in a group"
@@ -36,6 +37,7 @@ class _Node:
         self._starter = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
+            end_with_parent(self._starter)
             for fd in (1, 2):
                 os.dup2(into, fd)
             os.setsid()

@@ -1,8 +1,8 @@
 """A resilient loop whose optimizers communicate in `step()`, which prints what a killed run must match.
 
 Variable MODE: what the model is (ddp, fsdp, hybrid) and its optimizers (normed; muon: two of them; cornered:
-one with a state whose shape follows from the number of ranks), joined by +. OUT: the directory of its
-records; then it tells the whole state that it ends with. EXACT: the number of logical shares.
+one with a state whose shape follows from the number of ranks), joined by +; exact: with logical shares. OUT:
+the directory of its records; then it tells the whole state that it ends with.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def local_begin(parameter: Any) -> int:
 
 def built() -> tuple[Any, list[Any]]:
     """Return the model and its optimizers."""
-    norm = nn.LayerNorm(7) if "EXACT" in os.environ else nn.BatchNorm1d(7)
+    norm = nn.LayerNorm(7) if "exact" in MODES else nn.BatchNorm1d(7)
     net = nn.Sequential(nn.Linear(10, 7), nn.GELU(), norm, nn.Linear(7, 5))
     if "ddp" in MODES:
         model = parallel.DistributedDataParallel(net)
@@ -148,7 +148,7 @@ def tell_whole(optimizers: list[Any]) -> None:
 
 def whole_of(value: Any, parameter: Any) -> Any:
     """Return what all ranks have of a moment."""
-    if not hasattr(parameter, "device_mesh") or not isinstance(value, torch.Tensor):
+    if not hasattr(parameter, "device_mesh") or not isinstance(value, torch.Tensor) or not value.dim():
         return value
     if not hasattr(value, "full_tensor"):
         value = type(parameter.data).from_local(
@@ -178,7 +178,7 @@ def main() -> None:
         *schedulers,
         mirror="ddp" in MODES,
         out=os.environ.get("OUT"),
-        exact=int(os.environ.get("EXACT", "0")),
+        exact="exact" in MODES,
     )
     log: list[Any] = []
     for x, index in run.batches(loader, epochs=2):

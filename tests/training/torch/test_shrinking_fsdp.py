@@ -111,10 +111,17 @@ async def test_a_checkpoint_of_fewer_ranks_is_read_by_any_number(
     assert audit_run(tmp_path / "run").is_whole
 
 
-async def test_a_state_whose_shape_follows_from_the_ranks_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("fsdp+cornered", "an optimizer's state 'of ranks' has others: the part of a lost rank could not be"),
+        ("ddp+normed", "takes mirror=True over FSDP2 alone"),
+    ],
+)
+async def test_a_mirrored_state_that_no_other_number_of_ranks_can_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, says: str
 ) -> None:
-    """Before its first update counts; with replacements it is mirrored as any other."""
+    """Before an update counts: one whose shape follows from the ranks, and those of DDP, which may differ."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     output = Lines()
     config = HostConfig(
@@ -122,12 +129,12 @@ async def test_a_state_whose_shape_follows_from_the_ranks_is_refused(
         world_size=2,
         on_loss=OnLoss.SHRINK,
         arena_bytes=32 << 20,
-        environment={"MODE": "fsdp+cornered", "OUT": str(tmp_path / "run")},
+        environment={"MODE": mode, "OUT": str(tmp_path / "run")},
     )
     result = await Host(config, output=output).run()
     told = "\n".join(output.lines)
     assert result.outcome is Outcome.FAILED
-    assert re.search("on-loss shrink divides .* an optimizer's state 'of ranks' has others", told), told
+    assert re.search(f"on-loss shrink .*{says}", told), told
 
 
 async def test_a_rank_and_its_buddy_together_end_the_run(

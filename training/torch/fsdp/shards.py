@@ -259,12 +259,16 @@ class Shards:
         """Return what is not divided of each updated parameter, the dtypes of its moments, and the rest."""
         state = self._own.state() if self._adopted is None else self._adopted.own
         found, places = [], [at for group in self._own.places for at in group]
-        for at, moments in zip(places, state["moments"], strict=True):
+        kinds = state.get("kinds") or [{} for _ in places]
+        for at, moments, kind in zip(places, state["moments"], kinds, strict=True):
             shape = state["parameters"][at].shape
             arrays = {
                 name: value.dtype
                 for name, value in moments.items()
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+                if isinstance(value, torch.Tensor)
+                and value.dim() > 0
+                and value.shape == shape
+                and kind.get(name, [""])[0] != "dtensor"  # whole on each rank, whatever its shape
             }
             found.append([arrays, {name: value for name, value in moments.items() if name not in arrays}])
         return [found, {name: value for name, value in state.items() if name not in _DIVIDED}]

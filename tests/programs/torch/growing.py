@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import os
 import sys
-import time
+import threading
 import warnings
 from typing import Any
 
@@ -63,8 +63,9 @@ def members() -> tuple[int, ...]:
 
 def until_other_than(size: int) -> None:
     """Return once the job has not so many ranks any more."""
+    never = threading.Event()
     while len(members()) == size:
-        time.sleep(0.02)
+        never.wait(0.02)
 
 
 def model_of(kind: str) -> Any:

@@ -139,7 +139,7 @@ def test_kills_of_a_loop_are_run_and_kept(
 
 
 def test_kills_of_loops_that_grow_are_of_newcomers_that_have_come() -> None:
-    """What they pass before they are in the view is left out; two ranks are killed at once in some cases."""
+    """Points before they are in the view are left out; two ranks are killed at once in some cases."""
     setting = LoopSetting(kind="grows", mode="fsdp", ranks=4, shrinks=True, newcomers=2)
     passes = [{"loop.begin": 9, "rank.joins": 1}] * 2 + [
         {"loop.comes": 1, "loop.begin": 4, "rank.joins": 1}

@@ -116,7 +116,7 @@ class Shards:
         self._replica: Replica | None = None
         self._holds = False
         self.divides_for = ""
-        """What asks for a state that any number of ranks can divide; "": nothing does."""
+        """The option that asks for a state which any number of ranks can divide; "": there is none."""
         self._received: _Received | None = None
         self._adopted: _Received | None = None
         """A division that counts, and that is not one of the ranks that there are now."""

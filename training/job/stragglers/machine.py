@@ -63,6 +63,10 @@ a machine with much other load the second varies more, and hides nothing of the 
 _CONTENDED: Final = 1
 _TIMES: Final = [Field.PASSES, Field.UPDATE, Field.DATA, Field.CHECKPOINT, Field.WAIT]
 """Together the time of a step."""
+_LOST: Final = (Field.DELAY, Field.STEAL, Field.THROTTLED)
+UNREST_SHARE: Final = 2.0
+"""Where even the half of the ranks that lose least lose time to others, chance decides who loses more of it
+for some seconds: the noise is taken for so many times what they lose, at least."""
 _EVIDENCE: Final = (Field.STEAL, Field.THROTTLED, Field.OTHERS)
 
 
@@ -149,6 +153,8 @@ class StragglerMachine:
         """By place and row."""
         self._usual: Floats = np.zeros((0, 0))
         self._late: Floats = np.zeros((0, 0))
+        self._lost: Floats = np.zeros(0)
+        """What each rank lost of a step of late to other processes, the hypervisor and quotas."""
         self._gathered: list[Floats] = []
         """Samples of steps that are not judged yet."""
         self._gathered_ns = 0.0
@@ -197,6 +203,7 @@ class StragglerMachine:
         self._scores = None if alone else Scores((len(_ROWS), ranks), tuple(map(tuple, by_work.values())))
         self._usual = np.zeros((len(_EVIDENCE), ranks))
         self._late = np.zeros((len(_EVIDENCE), ranks))
+        self._lost = np.zeros(ranks)
         self._forget_gathered()
 
     def _forget_gathered(self) -> None:
@@ -228,7 +235,9 @@ class StragglerMachine:
         if judged is None:
             return []
         event, samples = Stepped(event.step, judged), judged.T
-        sums = scores.take(self._costs(samples)).max(axis=0)
+        self._lost += (samples[list(_LOST)].sum(axis=0) - self._lost) * RECENT
+        unrest_ns = UNREST_SHARE * float(lower_median(self._lost)[0])
+        sums = scores.take(self._costs(samples), unrest_ns).max(axis=0)
         self._weigh(samples[list(_EVIDENCE)], calm=not self._named and bool(sums.max() < THRESHOLD / 3))
         actions: list[StragglerAction] = []
         for row, place in np.argwhere(sums >= THRESHOLD).tolist():

@@ -46,7 +46,8 @@ class Field(IntEnum):
     ROUND_TRIP = 7
     """The least of this rank's TCP connections to other hosts, in us; 0 without one."""
     DELAY = 8
-    """The training thread could run, and another process or thread had its processor."""
+    """In passes and updates, the training thread could run, and another process or thread had its
+    processor."""
     STEAL = 9
     """The hypervisor ran something else, mean over processors."""
     THROTTLED = 10
@@ -114,13 +115,24 @@ class Sampler:
             made[field] = sum(line.ns.get(name, 0) for name in names)
         made[Field.KNOWN], made[Field.INCARNATION] = 1.0, self._incarnation
         made[Field.COLLECTOR] = collected_ns
+        waited_ns = self._delay_in_passes(made, delay_ns, thread_ns)
         # Most of it is in the passes, whose operations make the objects that are collected.
         made[Field.PASSES] = max(0.0, made[Field.PASSES] - collected_ns)
-        made[Field.DELAY], made[Field.OTHERS] = delay_ns, max(0, process_ns - thread_ns)
+        made[Field.DELAY], made[Field.OTHERS] = waited_ns, max(0, process_ns - thread_ns)
         rates = self._rates.read()
         made[Field.STEAL], made[Field.THROTTLED] = rates.steal * line.wall_ns, rates.throttled * line.wall_ns
         made[Field.ROUND_TRIP] = rates.round_trip_us
         return made
+
+    @staticmethod
+    def _delay_in_passes(made: Sample, delay_ns: int, thread_ns: int) -> float:
+        """Return how much of the thread's run delay can have been in passes and updates.
+
+        On a busy machine the end of each wait for other ranks is delayed too, and that slows none of them.
+        """
+        passes_ns = made[Field.PASSES] + made[Field.UPDATE]
+        computed_ns = max(0.0, thread_ns - made[Field.DATA] - made[Field.CHECKPOINT])
+        return float(min(delay_ns, max(0.0, passes_ns - computed_ns)))
 
     def _counters(self) -> tuple[int, int, int, int]:
         delay = 0 if self._delays is None else int(os.pread(self._delays, _READ_BYTES, 0).split()[1])

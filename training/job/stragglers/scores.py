@@ -93,14 +93,17 @@ class Scores:
         found: Floats = np.median(self._recent, axis=-1)
         return found
 
-    def take(self, ns: Floats) -> Floats:
-        """Take what each cause took each rank in a step, (…, causes, ranks); return `sums`."""
+    def take(self, ns: Floats, unrest_ns: float = 0.0) -> Floats:
+        """Take what each cause took each rank in a step, (…, causes, ranks); return `sums`.
+
+        unrest_ns: by so much ranks differ by chance, at least, since other processes take time from all.
+        """
         known = self._count >= PAST_MIN
         active = ns.max(axis=-1, keepdims=True) > ACTIVE * self.step_ns.min(axis=-1, keepdims=True)
         if known.any():
             excess = self._excess(ns)
             self._forget(active)
-            self._add(excess - self._centre, active & known)
+            self._add(excess - self._centre, active & known, unrest_ns)
         quiet = self.sums.max(axis=0).max(axis=-1, keepdims=True) < QUIET
         self._remember(ns, (active & quiet) | ~known)
         self._steps += 1
@@ -118,12 +121,13 @@ class Scores:
             found[PEERS][..., each] = (of_peers - lower_median(of_peers)) / usual
         return found
 
-    def _add(self, excess: Floats, active: Bools) -> None:
-        shift = np.maximum(SHIFT, NOISE_SHARE * self._noise)
+    def _add(self, excess: Floats, active: Bools, unrest_ns: float) -> None:
+        noise = np.maximum(self._noise, unrest_ns / self.step_ns)
+        shift = np.maximum(SHIFT, NOISE_SHARE * noise)
         most = THRESHOLD / STEPS_MIN
         with np.errstate(invalid="ignore"):
-            gain = np.clip(shift / self._noise**2 * (excess - shift / 2), -most, most)
-        gain = np.where(active & np.isfinite(self._noise), gain, 0.0)
+            gain = np.clip(shift / noise**2 * (excess - shift / 2), -most, most)
+        gain = np.where(active & np.isfinite(noise), gain, 0.0)
         self.sums = np.clip(self.sums + gain, 0.0, THRESHOLD)
         moved = np.concatenate([self._recent[..., 1:], excess[..., np.newaxis]], axis=-1)
         self._recent = np.where(active[..., np.newaxis], moved, self._recent)

@@ -105,6 +105,37 @@ def test_nobody_is_named_who_is_not_slow_nor_when_all_are() -> None:
         assert not machine.handle(Stepped(step, made))
 
 
+def contended(draw: np.random.Generator, means: tuple[float, ...], slower: float) -> np.ndarray:
+    """Samples of ranks of one busy machine: each waits for a processor, for so many ms a step on average."""
+    made = samples(draw, len(means), {}, 0)
+    delays = draw.gamma(2.0, np.array(means) / 2.0) * MS
+    made[:, Field.DELAY] = delays
+    made[:, Field.PASSES] += delays
+    made[1, Field.PASSES] += slower
+    return made
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_busy_machine_that_is_not_fair_for_some_seconds_names_nobody(seed: int) -> None:
+    """The scheduler gives one rank less of its processors than others for a while, and then another one."""
+    draw, machine = np.random.default_rng(seed), StragglerMachine()
+    machine.handle(Entered(ranks=(0, 1), shards=(4, 4), alike=(0, 0)))
+    for step in range(400):
+        means = (1.0, 1.0) if step < 150 else (80.0, 140.0) if step % 80 < 40 else (120.0, 90.0)
+        assert not machine.handle(Stepped(step, contended(draw, means, 0.0))), step
+
+
+def test_on_a_busy_machine_a_rank_that_is_much_slower_is_named() -> None:
+    draw, machine = np.random.default_rng(1), StragglerMachine()
+    machine.handle(Entered(ranks=(0, 1), shards=(4, 4), alike=(0, 0)))
+    named: list[StragglerAction] = []
+    for step in range(400):
+        busy = (30.0, 30.0) if step >= 100 else (1.0, 1.0)
+        named += machine.handle(Stepped(step, contended(draw, busy, 150 * MS if step >= 300 else 0.0)))
+    (one,) = named
+    assert isinstance(one, Named) and one.rank == 1 and one.cause is Cause.COMPUTE and one.step <= 330
+
+
 def test_ranks_with_other_work_are_compared_with_their_own_past_alone() -> None:
     machine = StragglerMachine()
     machine.handle(Entered(ranks=(0, 1), shards=(4, 4), alike=(0, 1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -55,6 +56,29 @@ def test_other_threads_that_compute_are_counted() -> None:
         busy.join()
         made = sampler.sample(line(forward=1))
     assert made[Field.OTHERS] > 0
+
+
+def test_only_delays_of_passes_and_updates_count(tmp_path: Path) -> None:
+    """Those at the end of waits slow no rank; what the thread has computed was no delay either."""
+    thread = tmp_path / f"proc/self/task/{threading.get_native_id()}/schedstat"
+    thread.parent.mkdir(parents=True)
+    thread.write_text("0 0 0")
+    ms = 1_000_000
+    with closing(Sampler(1, root=tmp_path)) as sampler:
+        thread.write_text(f"0 {80 * ms} 0")
+        waited = sampler.sample(line(backward=4 * ms, optimizer=ms, comm=100 * ms))
+        thread.write_text(f"0 {160 * ms} 0")
+        sampler.restart()
+        until_ns = time.thread_time_ns() + 50 * ms
+        while time.thread_time_ns() < until_ns:
+            pass
+        thread.write_text(f"0 {240 * ms} 0")
+        computed = sampler.sample(line(backward=60 * ms, comm=100 * ms))
+        thread.write_text(f"0 {241 * ms} 0")
+        short = sampler.sample(line(backward=60 * ms, comm=100 * ms))
+    assert 0 < waited[Field.DELAY] <= 5 * ms
+    assert computed[Field.DELAY] <= 10 * ms
+    assert short[Field.DELAY] == ms
 
 
 def test_steal_and_quota_are_rates_of_what_the_kernel_counts(tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.data.corpus import Corpus
 from zbmd.training.job.mesh import Mesh, MeshGroups
+from zbmd.training.job.task import StepResult
 from zbmd.training.model.gpt import Operator
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, Precision, storage_dtype
 from zbmd.training.sharded.replicated import ReplicatedTrainer
 from zbmd.training.sharded.stages import Stages
+from zbmd.training.sharded.trainer import MeshTrainer
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.options import ZeroOptions
@@ -47,6 +49,8 @@ class Case(msgspec.Struct, kw_only=True):
     loss_scale: float = SCALE_FIRST
     zero: int = 0
     """The stage that shards the state along dp; 0: none does."""
+    moves: dict[int, tuple[int, ...]] = {}
+    """Shards of each place among those that divide the data, from a step on; at first they are even."""
     poisoned: int = -1
     """The rank that finds a NaN, and no other."""
     poison: Literal["weight", "forward", "backward"] = "weight"
@@ -56,12 +60,12 @@ class Case(msgspec.Struct, kw_only=True):
 def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.ndarray]:
     model = groups.model(case.model, recompute=case.recompute)
     recipe = Recipe(model, Corpus(Path(case.corpus), context=case.model.context), case.training)
-    stages = Stages(schedule=case.schedule, chunks=case.chunks)
+    stages, spare = Stages(schedule=case.schedule, chunks=case.chunks), 2 * bool(case.moves)
     trainer: ReplicatedTrainer | ZeroTrainer
     if case.zero:
         assert case.dtype != "float64"
         options = ZeroOptions(stage=case.zero, storage=case.dtype, loss_scale=case.loss_scale)
-        trainer = ZeroTrainer(recipe, groups, options, stages=stages)
+        trainer = ZeroTrainer(recipe, groups, options, stages=stages, spare=spare)
         trainer.enter(groups, 0)
     else:
         trainer = ReplicatedTrainer(
@@ -72,6 +76,7 @@ def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.nda
             loss_scale=case.loss_scale,
             arena=worker.segment.arena,
             overlap=case.overlap,
+            spare=spare,
         )
     if case.poisoned == worker.rank and case.poison == "weight":
         assert isinstance(trainer, ReplicatedTrainer)
@@ -79,7 +84,7 @@ def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.nda
         trainer.params[slot.offset] = np.nan
     elif case.poisoned == worker.rank:
         model.operators = replace(model.operators, activation=poisoned_activation(case.poison == "forward"))
-    done = [trainer.run_step() for _ in range(case.training.steps)]
+    done = [moved_step(trainer, case.moves.get(step, ())) for step in range(case.training.steps)]
     losses = [one.loss for one in done] + [trainer.held_out_loss(windows_max=20)]
     told = {
         "weights": trainer.weights(),
@@ -91,6 +96,15 @@ def run_case(case: Case, groups: MeshGroups, worker: Worker) -> dict[str, np.nda
         told["state_bytes"] = np.array(trainer.memory.state_bytes_most)
     trainer.close()
     return told
+
+
+def moved_step(trainer: MeshTrainer, shares: tuple[int, ...]) -> StepResult:
+    """Run a step, with so many shards at each place among those that divide the data, unless it is empty."""
+    mesh = trainer.groups.mesh
+    if shares:
+        of_ranks = tuple(shares[mesh.data_place(rank)] for rank in range(mesh.world_size))
+        assert trainer.rebalance(of_ranks) and trainer.shares == of_ranks
+    return trainer.run_step()
 
 
 def poisoned_activation(forwards: bool) -> Operator:

@@ -129,15 +129,10 @@ class StagePasses:
         worker: Worker,
         epoch: int,
     ) -> None:
-        self._own, self._plan, self._buffers, self._group = own, plan, buffers, group
-        self._program = programs[own.stage]
-        self._machine = StageMachine(programs, own.stage)
-        config = stage_config(programs, own.stage)
-        self._tap = captured_machine(worker, STAGE, f"stage{own.stage}/{epoch}", self._machine, config)
-        self._splits = any(one.op is Op.INPUT_GRADIENT for one in self._program.instructions)
+        self._own, self._buffers, self._group = own, buffers, group
+        self._worker, self._epoch, self._turns = worker, epoch, 0
         self._rings_or_none = rings
-        schedule, shape = schedule_named(self._program.schedule), self._program.shape
-        self._held_max = min(schedule.activations_max(shape, own.stage), shape.microbatches * len(own.parts))
+        self._run_by(programs, plan)
         self._bytes_of: dict[int, int] = {}
         """Of the activations of a micro-batch, by part; the first pass of each is looked at."""
         self._held_most, self._bytes_held, self._bytes_most = 0, 0, 0
@@ -158,6 +153,28 @@ class StagePasses:
         """A device may still compute them."""
         self.busy_ns = 0
         """Time that this stage computed in the last step."""
+
+    def _run_by(self, programs: Sequence[StageProgram], plan: AccumulationPlan) -> None:
+        own = self._own
+        self._plan, self._program = plan, programs[own.stage]
+        self._machine = StageMachine(programs, own.stage)
+        config, turn = stage_config(programs, own.stage), f"/{self._turns}" if self._turns else ""
+        name = f"stage{own.stage}/{self._epoch}{turn}"
+        self._tap = captured_machine(self._worker, STAGE, name, self._machine, config)
+        self._splits = any(one.op is Op.INPUT_GRADIENT for one in self._program.instructions)
+        schedule, shape = schedule_named(self._program.schedule), self._program.shape
+        self._held_max = min(schedule.activations_max(shape, own.stage), shape.microbatches * len(own.parts))
+
+    def turn_to(self, programs: Sequence[StageProgram], plan: AccumulationPlan) -> None:
+        """Run other programs from the next step on; all stages together, when all have ended a step.
+
+        Raises `LocalProtocolError` during a step, and for a program for which the rings have no memory.
+        """
+        if self._rings_or_none is not None:
+            self._rings.turn_to(programs[self._own.stage], *self._machine.totals())
+        self._tap.close("the stage turns to another program")
+        self._turns += 1
+        self._run_by(programs, plan)
 
     @property
     def spans(self) -> list[slice]:

@@ -22,7 +22,7 @@ from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.pipeline.program import Boundary, Shape, StageProgram, boundary_of, slots_of
 from zbmd.training.pipeline.schedules import activations_max, programs_of
-from zbmd.training.pipeline.stage import Await, Put, Release, Told
+from zbmd.training.pipeline.stage import Await, Counts, Put, Release, Told
 from zbmd.training.pipeline.verifier import verify
 from zbmd.training.step.reduction import gather_rows
 from zbmd.transport.errors import (
@@ -108,7 +108,8 @@ def encode_offers(offers: Sequence[RingOffer]) -> bytes:
 class RingMemory:
     """The rings in the memory of one stage, for its lifetime: neighbours write into them in every epoch.
 
-    programs: those that the stage may run; each uses the beginnings of the rings.
+    programs: those that the stage may run; each uses the beginnings of the rings. Neighbours can write all of
+    them, so that a stage may turn to another of its programs between two steps.
     """
 
     def __init__(self, segment: Segment, programs: Sequence[StageProgram], traffic: Traffic) -> None:
@@ -129,9 +130,8 @@ class RingMemory:
 
         Raises `LocalProtocolError` if it is none of those that the memory was made for, and needs more.
         """
-        rings = {boundary: self.arrays[boundary][:slots] for boundary, slots in slots_of(program).items()}
-        if any(len(rings[boundary]) < slots for boundary, slots in slots_of(program).items()):
-            raise LocalProtocolError("a stage has less memory for its rings than the program needs")
+        self.require_room(program)
+        rings = {boundary: self.arrays[boundary] for boundary in slots_of(program)}
         self._handles = [self._regions.register(ring, writers=writers) for ring in rings.values()]
         return encode_offers(
             [
@@ -139,6 +139,11 @@ class RingMemory:
                 for boundary, handle in zip(rings, self._handles, strict=True)
             ]
         )
+
+    def require_room(self, program: StageProgram) -> None:
+        """Raise `LocalProtocolError` for a program that needs more slots than there are."""
+        if any(len(self.arrays[boundary]) < slots for boundary, slots in slots_of(program).items()):
+            raise LocalProtocolError("a stage has less memory for its rings than the program needs")
 
     def close(self) -> None:
         """Release them. Idempotent. Memory that a neighbour may still write lives until it has ended."""
@@ -171,7 +176,10 @@ class StageRings:
         self._epoch, self._channel, self._traffic = group.epoch, channel, own.traffic
         self._mask = sum(1 << rank for rank in world if rank != worker.rank)
         self._transfers: list[Transfer] = []
-        self._own = own.arrays
+        self._memory, self._own = own, own.arrays
+        self._said: Counts = {}
+        self._heard: Counts = {}
+        """What this stage and its neighbours have reported under earlier programs of this epoch."""
         self._regions: dict[Boundary, RemoteRegion] = {}
         self._towards: dict[int, RemoteRegion] = {}
         self._require_fresh()
@@ -204,10 +212,21 @@ class StageRings:
             if programs[other].shape.stage_of(sender) != stage:
                 continue
             handle = offered.get(boundary)
-            if handle is None or handle.nbytes != slots * self._traffic.nbytes:
+            if handle is None or handle.nbytes < slots * self._traffic.nbytes:
                 raise RemoteProtocolError(f"stage {other} offers no ring of {slots} slots for {boundary}")
             region = memory.open_region(handle, self._segment)
             self._regions[boundary] = self._towards[other] = region
+
+    def turn_to(self, program: StageProgram, said: Counts, heard: Counts) -> None:
+        """Go on with another program, whose machine counts from 0; all stages together, between two steps.
+
+        said, heard: the totals of the program before. All stages have ended its last step: nothing is in a
+        slot that they still read. Raises `LocalProtocolError` without memory for it.
+        """
+        self._memory.require_room(program)
+        for before, more in ((self._said, said), (self._heard, heard)):
+            for key, count in more.items():
+                before[key] = before.get(key, 0) + count
 
     def slot(self, boundary: Boundary, slot: int) -> Array:
         """Return the message that a neighbour put there, to read and to overwrite until it is released."""
@@ -221,14 +240,15 @@ class StageRings:
             np.ascontiguousarray(to_host(array), self._traffic.dtype),
             put.slot * self._traffic.nbytes,
             channel=self._channel + put.what.value,
-            value=self._value(put.count),
+            value=self._value(put.count + self._said.get((put.stage, put.what), 0)),
         )
         self._transfers.append(transfer)
 
     def release(self, release: Release) -> None:
         """Report the release to the sender."""
         region = self._towards[release.stage]
-        region.notify(self._channel + release.what.value, self._value(release.count))
+        count = release.count + self._said.get((release.stage, release.what), 0)
+        region.notify(self._channel + release.what.value, self._value(count))
 
     def drain(self, deadline_ns: int) -> None:
         """Wait until everything that was put is sent, and its memory reusable."""
@@ -248,7 +268,8 @@ class StageRings:
         cell = _native.load_cell(self._segment.base, rank, channel)
         if cell >> _EPOCH_SHIFT > self._epoch or cell == self._value(COUNT_MAX):
             raise OperationAborted(f"stage {stage} has given the step up")
-        return cell & COUNT_MAX if cell >> _EPOCH_SHIFT == self._epoch else 0
+        count = cell & COUNT_MAX if cell >> _EPOCH_SHIFT == self._epoch else 0
+        return max(0, count - self._heard.get((stage, what), 0))
 
     def wait(self, awaited: Await, deadline_ns: int) -> int | None:
         """Wait, without the GIL, until a neighbour has told it; a stage that has ended meanwhile, or None.
@@ -256,8 +277,9 @@ class StageRings:
         Raises `DeadlineExceeded`.
         """
         rank, channel = self._members[awaited.stage], self._channel + awaited.what.value
+        count = awaited.count + self._heard.get((awaited.stage, awaited.what), 0)
         found = self._segment.wait(
-            rank, channel, self._value(awaited.count), group_mask=self._mask, deadline_ns=deadline_ns
+            rank, channel, self._value(count), group_mask=self._mask, deadline_ns=deadline_ns
         )
         if found == _native.WAIT_LOST:
             lost = self._segment.lost_mask() & self._mask

@@ -155,7 +155,11 @@ class MessageOrder:
 
     def count_with(self, message: Message, step: int) -> int:
         """Return the count that reports this message in `step`, and all before it."""
-        return step * len(self._place) + self._place[message] + 1
+        return self.count_after(step) + self._place[message] + 1
+
+    def count_after(self, steps: int) -> int:
+        """Return the count that reports all messages of so many steps."""
+        return steps * len(self._place)
 
 
 class StageMachine:
@@ -219,6 +223,16 @@ class StageMachine:
     def heard(self, stage: int, what: Told) -> int:
         """Return the count that a neighbour has reported so far."""
         return self._heard.get((stage, what), 0)
+
+    def totals(self) -> tuple[Counts, Counts]:
+        """Return the counts of all steps so far: those that this stage reported, and neighbours' to it.
+
+        The last of a neighbour's may still be under way. Raises `LocalProtocolError` during a step.
+        """
+        if self.state is not StageState.READY:
+            raise LocalProtocolError(f"stage {self._stage} is {self.state.value}: its step is not over")
+        orders = {**self._arrivals, **self._releases}
+        return dict(self._said), {key: order.count_after(self.step + 1) for key, order in orders.items()}
 
     def neighbours(self) -> tuple[tuple[int, Told], ...]:
         """Return the counts that this stage listens to."""

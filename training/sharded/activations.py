@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zbmd.training.config import GPTConfig
 from zbmd.training.job.mesh import PIPELINE_AXIS, TENSOR_AXIS, Mesh
+from zbmd.training.job.stragglers.policy import shares_most
 from zbmd.training.pipeline.program import Shape
 from zbmd.training.pipeline.schedules import schedule_named
 from zbmd.training.sharded.options import TrainOptions
@@ -14,6 +15,8 @@ def activations_needed(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> 
     """Return the bytes of float32 activations that a rank of `mesh` holds at its peak, on the CPU."""
     stages, training = options.stages, options.training
     microbatches = -(-training.shards // mesh.data_ranks)
+    if options.spare_gradients:
+        microbatches = max(shares_most(training.shards, mesh.data_ranks))
     shape = Shape(stages=mesh.size(PIPELINE_AXIS), chunks=stages.chunks, microbatches=microbatches)
     held = schedule_named(stages.schedule).activations_max(shape, 0)
     if options.zero and shape.stages == 1:  # all wait at each unit

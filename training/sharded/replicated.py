@@ -98,6 +98,7 @@ class ReplicatedTrainer(MeshTrainer):
             self._buffers,
             dtype=activations_dtype(recipe.model, self.state_dtype),
             shrinks=largest is not None,
+            moves=spare > 0,
             rings=rings,
         )
         self._divide()

@@ -83,10 +83,10 @@ def prepare(options: TrainOptions, world_size: int) -> tuple[Mesh, GPTConfig, Co
     mesh, axis = mesh.with_data_axis(), mesh.sharded_axis
     if options.zero and mesh.size(mesh.sharded_axis) == 1 and mesh.world_size > 1:
         raise UserError(f"--zero shards the state along {axis}, and {mesh} has one rank there: omit it.")
-    if options.spare_gradients and mesh.size(PIPELINE_AXIS) > 1:
+    if options.spare_gradients and mesh.data_ranks == 1 and mesh.world_size > 1:
         raise UserError(
-            "--on-straggler rebalance moves logical shards between ranks along dp and fsdp, and schedules of "
-            "stages are for even shares: omit pp, or give --on-straggler replace."
+            f"--on-straggler rebalance moves logical shards between ranks along dp and fsdp, and {mesh} has "
+            "one place there: give dp or fsdp, or --on-straggler replace."
         )
     if options.zero and mesh.size(PIPELINE_AXIS) == 1 and (options.chunks != 1 or options.balance):
         raise UserError("--zero has no stages to divide: omit --chunks and --balance, or give pp.")
@@ -210,7 +210,10 @@ def _bytes_needed(options: TrainOptions, mesh: Mesh, config: GPTConfig) -> RankB
             for layouts, one in zip(every, meshes, strict=True)
             if len(meshes) > 1 and not offloaded and options.recuts(mesh)
         ]
-        inbox = max(inbox_needed(config, training, one, stages) for one in {mesh, _least(options, mesh)})
+        moves = options.spare_gradients > 0
+        inbox = max(
+            inbox_needed(config, training, one, stages, moves=moves) for one in {mesh, _least(options, mesh)}
+        )
         return RankBytes(arena=max(needed) + max(kept, default=0) + arena_bytes(code), inbox=inbox)
     found = bytes_needed(
         GPT(config) if ranks == 1 else PartOfGPT(config, 0, ranks),

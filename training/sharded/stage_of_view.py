@@ -44,7 +44,8 @@ class StageOfView:
 
     `own`: the layers of this rank; `buffers`: the gradients, flat arrays of `own.layout`, in which a step may
     replace arrays; dtype: of activations; shrinks: whether views may have fewer ranks along `dp`, so that
-    more micro-batches pass a stage. rings: memory that outlives this object.
+    more micro-batches pass a stage; moves: whether shards may move between pipelines. rings: memory that
+    outlives this object.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class StageOfView:
         *,
         dtype: np.dtype[np.floating],
         shrinks: bool = False,
+        moves: bool = False,
         rings: RingRoom | None = None,
     ) -> None:
         self._recipe, self._own, self._stages, self._dtype = recipe, own, stages, dtype
-        self._shrinks = shrinks
+        self._shrinks, self._moves = shrinks, moves
         self._buffers = buffers
         self._groups: MeshGroups | None = None
         self._programs: Sequence[StageProgram] = ()
@@ -68,14 +70,17 @@ class StageOfView:
         self._made: StagePasses | None = None
 
     def enter(self, groups: MeshGroups, plan: AccumulationPlan, assignment: Assignment = ()) -> None:
-        """Go on in the groups of a new view, where this rank computes the shards of `plan`.
+        """Compute the shards of `plan` from the next step on, in the groups of a new view or of this one.
 
         assignment: the shards of each place among those that divide the data, unless they are even.
         """
-        self.close()
-        self._groups, self._plan = groups, plan
         every = self._stages.programs(self._recipe.config, groups.mesh, assignment)
-        self._programs = every[groups.data_place]
+        programs, made = every[groups.data_place], self._made
+        if made is not None and groups is self._groups:
+            made.turn_to(programs, plan)
+        else:
+            self.close()
+        self._groups, self._plan, self._programs = groups, plan, programs
 
     def close(self, *, gave_up: bool = False) -> None:
         """Leave the neighbours' memory; with `gave_up` their waits for this rank end. Idempotent.
@@ -110,8 +115,9 @@ class StageOfView:
                     dtype=self._dtype,
                 )
                 every = [self._programs]
-                if self._shrinks:
-                    every += self._stages.programs(recipe.config, groups.mesh.along_data(1))
+                least = groups.mesh.along_data(1) if self._shrinks else groups.mesh
+                if self._shrinks or self._moves:
+                    every += self._stages.programs_most(recipe.config, least, moves=self._moves)
                 programs = [one[self._own.stage] for one in every]
                 self._rings.made = RingMemory(groups.worker.segment, programs, traffic)
             rings = StageRings(

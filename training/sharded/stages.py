@@ -10,6 +10,7 @@ from zbmd.collectives.algorithms.shard_tree import Assignment, assign_shards
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
+from zbmd.training.job.stragglers.policy import shares_most
 from zbmd.training.model.gpt import GPT
 from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.optim import OptimizerConfig, arrays_of
@@ -18,7 +19,7 @@ from zbmd.training.pipeline.part import GPTPart, OwnParts, balanced_cuts, even_c
 from zbmd.training.pipeline.program import Shape, StageProgram
 from zbmd.training.pipeline.rings import inbox_bytes_needed, runnable_programs, traffic_of
 from zbmd.training.step.recipe import Recipe
-from zbmd.training.step.reduction import buffers_most
+from zbmd.training.step.reduction import assignment_of, buffers_most
 from zbmd.training.zero.layout import ShardLayout, shards_of
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
@@ -71,6 +72,16 @@ class Stages:
             for start, stop in assignment or assign_shards(training.shards, mesh.data_ranks)
         )
 
+    def programs_most(
+        self, training: TrainingConfig, mesh: Mesh, *, moves: bool
+    ) -> tuple[tuple[StageProgram, ...], ...]:
+        """Return the programs of pipelines, of which one has as many micro-batches as any ever has there.
+
+        moves: whether shards may move between pipelines. Raises `UserError` as `programs`.
+        """
+        most = assignment_of(shares_most(training.shards, mesh.data_ranks)) if moves else ()
+        return self.programs(training, mesh, most)
+
 
 ONE_EACH = Stages()
 """A part a stage, in 1F1B."""
@@ -99,7 +110,8 @@ def bytes_needed(
     """Of any rank of the mesh; `model` is the first part along `tp`, `copies`: of states kept for others.
 
     `dtype` is that of weights and gradients. offloaded: whether states are in files;
-    shrinks: whether views may have fewer ranks along `dp`; spare: gradients beyond those of even shares.
+    shrinks: whether views may have fewer ranks along `dp`; spare: gradients beyond those of even shares, if
+    shards may move.
 
     Raises `UserError` for layers or shards that cannot be divided over the mesh.
     """
@@ -110,7 +122,10 @@ def bytes_needed(
     stored = (buffers + 1 + (dtype != computing or offloaded)) * most * dtype.itemsize
     state = 0 if offloaded else state_elements(most, dtype, training.optimizer) * computing.itemsize
     meshes = [mesh, mesh.along_data(1)] if shrinks else [mesh]
-    inbox = max(inbox_needed(model.config, training, one, stages, dtype=computing) for one in meshes)
+    moves = spare > 0
+    inbox = max(
+        inbox_needed(model.config, training, one, stages, dtype=computing, moves=moves) for one in meshes
+    )
     return RankBytes(arena=stored + (SLOTS + copies) * state, inbox=inbox)
 
 
@@ -121,12 +136,13 @@ def inbox_needed(
     stages: Stages,
     *,
     dtype: np.dtype[np.floating] = FLOAT32,
+    moves: bool = False,
 ) -> int:
     """Return the bytes that stages write to a rank. Raises `UserError` as `bytes_needed`.
 
-    dtype: of activations.
+    dtype: of activations; moves: whether shards may move between pipelines.
     """
-    every = stages.programs(training, mesh)
+    every = stages.programs_most(training, mesh, moves=moves)
     if mesh.size(PIPELINE_AXIS) == 1:
         return 0
     traffic = traffic_of(config, training, tensor_ranks=mesh.size(TENSOR_AXIS), dtype=dtype)

@@ -243,12 +243,12 @@ class MeshTrainer(OrderedSteps):
         return tuple(stop - start for start, stop in of_rank)
 
     def rebalance(self, shares: Sequence[int]) -> bool:
-        """See `Trainer`. Stages along `pp` have rings and schedules for even shares."""
+        """See `Trainer`. Along `pp`, whole pipelines take other shares: stages turn to other programs."""
         mesh = self.groups.mesh
         of_places = {mesh.data_place(rank): share for rank, share in enumerate(shares)}
         assignment = assignment_of([of_places[place] for place in range(mesh.data_ranks)])
         is_whole = sum(of_places.values()) == self.row.shards
-        if self.groups.pipeline is not None or not is_whole or not self._has_room(assignment):
+        if not is_whole or not self._has_room(assignment):
             return False
         self._divide(assignment)
         return True

@@ -152,21 +152,30 @@ class ZeroTrainer(MeshTrainer):
         layers = [part.layers for part in parts.every]
         self._norms = ShardedNorm(groups.mesh, self.recipe.model, layers, square=self._squared)
         if self._stage is not None:
-            self._stage.enter(groups, self._reduction.sums.plan(self.own.rank))
+            self._stage.enter(groups, self._reduction.sums.plan(self.own.rank), self._assignment)
 
     def _has_room(self, assignment: Assignment) -> bool:
         shards, mesh = self.row.shards, self.groups.mesh
         states = mesh.size(DATA_AXIS) if mesh.has_shards_alike else 1
         even = partials_of(state_sums(shards, assign_shards(shards, mesh.data_ranks), states))
         wanted = partials_of(state_sums(shards, assignment, states))
-        return self._stage is None and all(a <= b + self._spare for a, b in zip(wanted, even, strict=True))
+        return all(a <= b + self._spare for a, b in zip(wanted, even, strict=True))
 
     def _stage_of_view(self, stages: Stages, rings: RingRoom | None, *, shrinks: bool) -> StageOfView | None:
         own, buffers = self.part.own, self._buffers
         if is_by_layers(own):
             return None
         dtype = activations_dtype(self.recipe.model, FLOAT32)
-        return StageOfView(self.recipe, own, stages, buffers, dtype=dtype, shrinks=shrinks, rings=rings)
+        return StageOfView(
+            self.recipe,
+            own,
+            stages,
+            buffers,
+            dtype=dtype,
+            shrinks=shrinks,
+            moves=self._spare > 0,
+            rings=rings,
+        )
 
     def _sharded_part(self) -> PartOfModel:
         part, seed = self.part, self.recipe.config.seed

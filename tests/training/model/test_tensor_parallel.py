@@ -213,6 +213,7 @@ def test_16_bits_have_the_bits_of_one_process_along_dp_and_pp(
 def test_stages_and_data_parallelism_have_the_bits_of_one_process(
     small_jobs: SmallJobs, corpus: Path, tmp_path: Path
 ) -> None:
+    """Shards move between the pipelines meanwhile, as `--on-straggler rebalance` has it."""
     case = Case(
         name="chunks",
         mesh="pp=2,dp=2",
@@ -221,6 +222,7 @@ def test_stages_and_data_parallelism_have_the_bits_of_one_process(
         corpus=str(corpus),
         chunks=2,
         recompute=True,
+        moves={1: (1, 4), 3: (4, 1)},
     )
     weights, losses = on_ranks(small_jobs, tmp_path, 4, case)["chunks"]
     wanted = alone(case)

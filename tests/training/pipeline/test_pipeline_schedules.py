@@ -21,6 +21,7 @@ from zbmd.training.pipeline.program import (
     format_program,
     parse_program,
     parse_programs,
+    slots_of,
 )
 from zbmd.training.pipeline.schedules import SCHEDULES, activations_max, program_of, programs_of
 from zbmd.training.pipeline.simulate import Costs, Timeline, simulate
@@ -120,6 +121,18 @@ def test_every_schedule_is_right_and_within_its_memory(size: Shape, name: str) -
         ).activations
     )
     assert all(peak <= bound for peak, bound in zip(peaks, most, strict=True))
+
+
+@settings(max_examples=60)
+@given(size=SHAPES, name=st.sampled_from(sorted(SCHEDULES)))
+def test_rings_for_many_micro_batches_have_room_for_few(size: Shape, name: str) -> None:
+    """So a stage that has rings for the most that it may be given can turn to any fewer."""
+    if not SCHEDULES[name].chunked:
+        size = shape(size.stages, size.microbatches)
+    more = shape(size.stages, size.microbatches + 1, size.chunks)
+    for few, many in zip(programs_of(name, size), programs_of(name, more), strict=True):
+        slots, room = slots_of(few), slots_of(many)
+        assert slots.keys() == room.keys() and all(slots[ring] <= room[ring] for ring in slots)
 
 
 def test_memory_is_what_the_papers_say() -> None:

@@ -154,6 +154,18 @@ def test_all_steps_end_whatever_the_delays(drawn: tuple[str, int, int, int, int]
     for program, computed in zip(world.programs, world.computed, strict=True):
         once = [one for one in program.instructions if one.op in COMPUTE]
         assert computed == once * 3
+    for stage, machine in enumerate(world.machines):
+        said, heard = machine.totals()
+        assert heard == {key: world.cells[stage, *key] for key in machine.neighbours()}
+        assert said == {
+            (there, what): count for (there, by, what), count in world.cells.items() if by == stage
+        }
+
+
+def test_there_are_no_totals_during_a_step() -> None:
+    world = World("1f1b", Shape(stages=2, chunks=1, microbatches=2), steps=1, seed=0)
+    with pytest.raises(LocalProtocolError, match="its step is not over"):
+        world.machines[0].totals()
 
 
 @settings(max_examples=60, deadline=None)

@@ -104,10 +104,12 @@ async def test_every_stage_has_the_bits_of_one_process(
             assert f"0: {storage} stage {stage}: {line}" in output.lines, (line, told)
 
 
-def test_shards_that_would_move_between_stages_are_refused_before_a_step(tmp_path: Path) -> None:
+def test_shards_that_can_move_nowhere_are_refused_before_a_step(tmp_path: Path) -> None:
     words = (*SHAPE, "--shards", "8", "--out", str(tmp_path), "--on-straggler", "rebalance")
-    with pytest.raises(UserError, match="schedules of stages are for even shares: omit pp"):
-        prepare(recipe_of([*words, "--mesh", "dp=2,pp=2"], ranks=4), 4)
+    prepare(recipe_of([*words, "--mesh", "dp=2,pp=2"], ranks=4), 4)
+    for mesh in ("pp=4", "pp=2,tp=2"):
+        with pytest.raises(UserError, match="has one place there: give dp or fsdp, or"):
+            prepare(recipe_of([*words, "--mesh", mesh], ranks=4), 4)
 
 
 async def test_the_job_alone_has_the_bits_of_the_plain_one(tmp_path: Path) -> None:

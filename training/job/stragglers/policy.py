@@ -19,6 +19,11 @@ class OnStraggler(Enum):
     """Replace it, once, as if it had died."""
 
 
+def shares_most(shards: int, ranks: int) -> tuple[int, ...]:
+    """Return shares of `shards` in which the first rank has as many as `shares_for` gives any, at most."""
+    return (max(1, shards - ranks + 1), *[1] * (ranks - 1))
+
+
 def shares_for(shards: int, costs: Sequence[float]) -> tuple[int, ...]:
     """Return how many of `shards` each rank computes, so that the slowest one takes as little time as
     possible.

@@ -81,7 +81,7 @@ def test_a_rank_that_is_stopped_now_and_then_is_named_and_cleared(launcher: Laun
 def test_a_rank_whose_batches_are_late_is_named_for_its_data(launcher: Launcher) -> None:
     out = launcher.directory / "out"
     with work(launcher, out) as running:
-        with injected(out, "--rank", "0", "--data-delay", "60ms"):
+        with injected(out, "--rank", "0", "--data-delay", "500ms"):
             running.until(r"step \d+ rank 0 is slow: .* cause data: it waits for its batches")
         stop(running)
 

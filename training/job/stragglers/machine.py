@@ -64,9 +64,10 @@ _CONTENDED: Final = 1
 _TIMES: Final = [Field.PASSES, Field.UPDATE, Field.DATA, Field.CHECKPOINT, Field.WAIT]
 """Together the time of a step."""
 _LOST: Final = (Field.DELAY, Field.STEAL, Field.THROTTLED)
-UNREST_SHARE: Final = 2.0
+_UNREST: Final = {Cause.COMPUTE: 2.0, Cause.RUNTIME: 2.0, Cause.DATA: 1.0, Cause.CHECKPOINT: 1.0}
+_BY_UNREST: Final = np.array([[_UNREST.get(cause, 0.0)] for cause in _ROWS])
 """Where even the half of the ranks that lose least lose time to others, chance decides who loses more of it
-for some seconds: the noise is taken for so many times what they lose, at least."""
+for some seconds: the noise of what needs a processor is taken for so many times what they lose, at least."""
 _EVIDENCE: Final = (Field.STEAL, Field.THROTTLED, Field.OTHERS)
 
 
@@ -236,7 +237,7 @@ class StragglerMachine:
             return []
         event, samples = Stepped(event.step, judged), judged.T
         self._lost += (samples[list(_LOST)].sum(axis=0) - self._lost) * RECENT
-        unrest_ns = UNREST_SHARE * float(lower_median(self._lost)[0])
+        unrest_ns = _BY_UNREST * float(lower_median(self._lost)[0])
         sums = scores.take(self._costs(samples), unrest_ns).max(axis=0)
         self._weigh(samples[list(_EVIDENCE)], calm=not self._named and bool(sums.max() < THRESHOLD / 3))
         actions: list[StragglerAction] = []

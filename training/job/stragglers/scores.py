@@ -93,10 +93,11 @@ class Scores:
         found: Floats = np.median(self._recent, axis=-1)
         return found
 
-    def take(self, ns: Floats, unrest_ns: float = 0.0) -> Floats:
+    def take(self, ns: Floats, unrest_ns: Floats | float = 0.0) -> Floats:
         """Take what each cause took each rank in a step, (…, causes, ranks); return `sums`.
 
-        unrest_ns: by so much ranks differ by chance, at least, since other processes take time from all.
+        unrest_ns: by so much ranks differ by chance, at least, since other processes take time from all;
+        (causes, 1), or the same for all.
         """
         known = self._count >= PAST_MIN
         active = ns.max(axis=-1, keepdims=True) > ACTIVE * self.step_ns.min(axis=-1, keepdims=True)
@@ -121,7 +122,7 @@ class Scores:
             found[PEERS][..., each] = (of_peers - lower_median(of_peers)) / usual
         return found
 
-    def _add(self, excess: Floats, active: Bools, unrest_ns: float) -> None:
+    def _add(self, excess: Floats, active: Bools, unrest_ns: Floats | float) -> None:
         noise = np.maximum(self._noise, unrest_ns / self.step_ns)
         shift = np.maximum(SHIFT, NOISE_SHARE * noise)
         most = THRESHOLD / STEPS_MIN

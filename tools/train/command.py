@@ -32,6 +32,7 @@ from zbmd.training.job.overwrite import claimed, drop_held, holders_of, make_new
 from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
 from zbmd.training.pipeline.schedules import SCHEDULES
+from zbmd.training.profiler.operations import parse_ops_every
 from zbmd.training.profiler.peak import THREADS_VARIABLES, peak_of, this_machine
 from zbmd.training.run.ledger import begin_log
 from zbmd.training.sharded.devices import parse_device
@@ -65,7 +66,6 @@ PREFIX: Final = "ZBMD_TRAIN_"
 DATA_VARIABLE: Final = "ZBMD_DATA"
 """What `--data` of a launcher sets."""
 RUNS_MAX: Final = 10_000
-OPS_EVERY_MAX: Final = 1_000_000_000
 SHORT_PRECISIONS: Final = {"bf16": "bfloat16", "f16": "float16"}
 ValueT = TypeVar("ValueT")
 
@@ -97,16 +97,6 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 def _precision(text: str) -> str:
     return _one_of(*PRECISIONS)(SHORT_PRECISIONS.get(text, text))
-
-
-def _ops_every(text: str) -> int:
-    """Return the steps from one whose ops are profiled to the next; 0 for `off`."""
-    number = text.removeprefix("every=")
-    if text == "off" or number == "0":
-        return 0
-    if not number.isdecimal() or len(number) > 10 or not 0 < int(number) <= OPS_EVERY_MAX:
-        raise UserError(f"expected off or every=N, N up to {OPS_EVERY_MAX:,}, got {text!r}")
-    return int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +219,9 @@ SETTINGS: Final = (
     RecipeSetting("keep_checkpoints", "run", _WHOLE, _OPTIONS.keep_checkpoints, "the last so many stay"),
     RecipeSetting("keep_every", "run", _WHOLE, 0, "steps; checkpoints of these stay for ever; 0: of none"),
     RecipeSetting("checkpoint_codec", "run", _one_of("none", "zstd"), "none", "none or zstd"),
-    RecipeSetting("profile_ops", "run", _ops_every, 0, "profile each op of every N-th step: every=N or off"),
+    RecipeSetting(
+        "profile_ops", "run", parse_ops_every, 0, "profile each op of every N-th step: every=N or off"
+    ),
     RecipeSetting("tensorboard", "run", _switch, False, "write event files for TensorBoard: on or off"),
 )
 

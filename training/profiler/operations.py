@@ -1,9 +1,10 @@
-"""Sampled steps: the time of each op of the engine and of each collective, with bytes and FLOPs.
+"""Sampled steps: the time of each op and of each collective, with bytes and FLOPs.
 
-An op's forward time is that since the one before it was recorded; its backward time that of its rule, without
-the rules and the hooks that run within it. Gradients of parameters that its rule leaves for later, as
-schedules of pipelines do, are a row of their own. Calls of one op with equal shapes are one row. On a CPU a
-call returns when its result is there, so the time in which it is enqueued is the time in which it runs.
+Of the engine's ops, the forward time is that since the one before it was recorded; the backward time that of
+its rule, without the rules and the hooks that run within it. Gradients of parameters that its rule leaves for
+later, as schedules of pipelines do, are a row of their own. Calls of one op with equal shapes are one row. On
+a CPU a call returns when its result is there, so the time in which it is enqueued is the time in which it
+runs. PyTorch's ops come from `training.torch.durable.operations`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from zbmd.training.autograd._spans import SpanRecorder
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Backward, Parameter, Tensor
 from zbmd.training.profiler.lines import OPS_MAX, OpRow
+from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
 FORWARD: Final = "forward"
@@ -43,12 +45,26 @@ NAMES: Final = {
 PRODUCTS: Final = frozenset({"linear", "tied_linear"})
 """Ops that multiply matrices: once forwards, twice backwards."""
 
+EVERY_MAX: Final = 1_000_000_000
+EVERY_VARIABLE: Final = "ZBMD_TRAIN_PROFILE_OPS"
+"""Says for any job which of its steps are sampled, unless the job does."""
+
 Key = tuple[str, str, str, str]
 """Op, pass, shape, dtype."""
 
 
-class _Sum:
-    """A row in the making. nbytes, flops: of a call."""
+def parse_ops_every(text: str) -> int:
+    """Return the steps from one that is sampled to the next; 0 for `off`. Raises `UserError`."""
+    number = text.removeprefix("every=")
+    if text == "off" or number == "0":
+        return 0
+    if not number.isdecimal() or len(number) > 10 or not 0 < int(number) <= EVERY_MAX:
+        raise UserError(f"expected off or every=N, N up to {EVERY_MAX:,}, got {text!r}")
+    return int(number)
+
+
+class OpSum:
+    """A row in the making. nbytes, flops: of a call; title: of its spans."""
 
     __slots__ = ("calls", "execute_ns", "flops", "key", "nbytes", "title")
 
@@ -68,7 +84,7 @@ class _Known:
 
     __slots__ = ("back", "code", "forward", "weights")
 
-    def __init__(self, code: object, forward: _Sum, back: _Sum, weights: _Sum) -> None:
+    def __init__(self, code: object, forward: OpSum, back: OpSum, weights: OpSum) -> None:
         self.code, self.forward, self.back, self.weights = code, forward, back, weights
 
 
@@ -82,11 +98,11 @@ class OpSampler:
     def __init__(self, recorder: SpanRecorder) -> None:
         self._recorder = recorder
         self._known: dict[object, _Known] = {}
-        self._work: dict[Key, _Sum] = {}
-        self._rest = _Sum(("others", WORK, "", ""), 0, 0)
+        self._work: dict[Key, OpSum] = {}
+        self._rest = OpSum(("others", WORK, "", ""), 0, 0)
         self._began_ns = self._inner_ns = 0
         self._rings: list[tuple[FlightRing, int]] = []
-        self._playing: tuple[_Sum, int] | None = None
+        self._playing: tuple[OpSum, int] | None = None
         """Of the rule that runs: the row of what it leaves for later, and its unit."""
 
     def start(self, rings: Sequence[FlightRing]) -> None:
@@ -95,13 +111,23 @@ class OpSampler:
             one.calls = one.execute_ns = 0
         self._rings = [(ring, ring.begun) for ring in rings]
 
-    def _sums(self) -> list[_Sum]:
+    def _sums(self) -> list[OpSum]:
         of_ops = [one for op in self._known.values() for one in (op.forward, op.back, op.weights)]
         return [*of_ops, *self._work.values(), self._rest]
 
     @property
     def _is_full(self) -> bool:
-        return len(self._known) + len(self._work) >= OPS_MAX // 3  # an op has three rows
+        return 3 * len(self._known) + len(self._work) >= OPS_MAX - 3  # an op of a tape has three rows
+
+    def found(self, key: Key, *, nbytes: int, flops: int) -> OpSum:
+        """Return the row of an op that no tape records, or the one that ops beyond `OPS_MAX` share."""
+        known = self._work.get(key)
+        if known is None:
+            known = OpSum(key, nbytes, flops)
+            if self._is_full:
+                return self._rest
+            self._work[key] = known
+        return known
 
     def begin(self) -> None:
         """See `OpWatch`."""
@@ -124,7 +150,7 @@ class OpSampler:
             if hook is not None and type(hook) is not _Hook:
                 parameter.on_ready = _Hook(self, hook)
         began_ns, back = self._began_ns, known.back
-        self._add(known.forward, unit, began_ns, end_ns, end_ns - began_ns)
+        self.add(known.forward, unit, began_ns, end_ns, end_ns - began_ns)
         self._inner_ns += end_ns - began_ns  # of a rule that computes ops again
 
         def timed(dy: Array) -> None:
@@ -149,9 +175,9 @@ class OpSampler:
         later = back // 2 if op in PRODUCTS and parameters and parameters[0].deferred is not None else 0
         known = self._known[shapes] = _Known(
             code,
-            _Sum((op, FORWARD, shape, dtype), read + data.nbytes, ahead),
-            _Sum((op, BACKWARD, shape, dtype), read + data.nbytes + written, back - later),
-            _Sum((op, WEIGHTS, shape, dtype), read + data.nbytes, later),
+            OpSum((op, FORWARD, shape, dtype), read + data.nbytes, ahead),
+            OpSum((op, BACKWARD, shape, dtype), read + data.nbytes + written, back - later),
+            OpSum((op, WEIGHTS, shape, dtype), read + data.nbytes, later),
         )
         return known
 
@@ -162,7 +188,7 @@ class OpSampler:
             return compute
         return partial(self._timed, *playing, compute)
 
-    def _timed(self, row: _Sum, unit: int, compute: Callable[[], None]) -> None:
+    def _timed(self, row: OpSum, unit: int, compute: Callable[[], None]) -> None:
         """Compute it; the time without that of what is timed within it is the row's."""
         outer_ns, self._inner_ns = self._inner_ns, 0
         began_ns = now_ns()
@@ -170,31 +196,25 @@ class OpSampler:
             compute()
         finally:
             took_ns = now_ns() - began_ns
-            self._add(row, unit, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
+            self.add(row, unit, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
             self._inner_ns = outer_ns + took_ns
 
     @contextmanager
     def work(self, op: str, arrays: Sequence[Array]) -> Generator[None]:
         """See `OpWatch`."""
         size, dtype = max((array.size for array in arrays), default=0), str(arrays[0].dtype) if arrays else ""
-        key = (op, WORK, str(size), dtype)
-        found = self._work.get(key)
-        if found is None:
-            found = _Sum(key, sum(array.nbytes for array in arrays), 0)
-            if not self._is_full:
-                self._work[key] = found
-            else:
-                found = self._rest
+        nbytes = sum(array.nbytes for array in arrays)
+        found = self.found((op, WORK, str(size), dtype), nbytes=nbytes, flops=0)
         outer_ns, self._inner_ns = self._inner_ns, 0
         began_ns = now_ns()
         try:
             yield
         finally:
             took_ns = now_ns() - began_ns
-            self._add(found, -1, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
+            self.add(found, -1, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
             self._inner_ns = outer_ns + took_ns
 
-    def _add(self, one: _Sum, unit: int, began_ns: int, end_ns: int, own_ns: int) -> None:
+    def add(self, one: OpSum, unit: int, began_ns: int, end_ns: int, own_ns: int) -> None:
         recorder = self._recorder
         recorder.op(one.title, unit if unit < recorder.units else -1, began_ns, end_ns, own_ns)
         one.calls += 1

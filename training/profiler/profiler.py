@@ -142,8 +142,9 @@ class Profiler:
         self._recorder = SpanRecorder(buffer, len(run.units))
         self._named = 0
         self._ops_every = ops_every if directory is not None else 0
-        self._sampler = OpSampler(self._recorder)
-        self._samples = False
+        self.sampler = OpSampler(self._recorder)
+        self.samples = False
+        """Whether the step under way is sampled."""
 
     def _open(self, directory: Path) -> None:
         self._path = lines_path(directory, self.run.rank, self.run.incarnation)
@@ -181,13 +182,13 @@ class Profiler:
         """Begin step `step`; return the line of the step that this ends, if any."""
         line = self._take(self._recorder.begin_step(step))
         if self._ops_every and step % self._ops_every == 0:
-            self._samples = True
-            self._sampler.start([group.communicator.flight.ring for _, group in self._followed.values()])
+            self.samples = True
+            self.sampler.start([group.communicator.flight.ring for _, group in self._followed.values()])
         return line
 
     def operations(self) -> AbstractContextManager[None]:
         """Enter the result around the computation of a step; its ops are watched if the step is sampled."""
-        return watching(self._sampler) if self._samples else _NO_WATCH
+        return watching(self.sampler) if self.samples else _NO_WATCH
 
     def end_step(self) -> StepLine | None:
         """End the step without beginning another; return its line."""
@@ -241,9 +242,9 @@ class Profiler:
         line = step_line(ended, self.run.units, self._held)
         self._held, self.last = None, line
         self._put(line)
-        if self._samples:
-            self._samples = False
-            self._put(OpsLine(step=line.step, ops=self._sampler.rows()))
+        if self.samples:
+            self.samples = False
+            self._put(OpsLine(step=line.step, ops=self.sampler.rows()))
         if self._file is not None:
             for name in self._recorder.names[self._named :]:
                 self._file.put(OperationLine(name=name))

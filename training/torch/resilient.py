@@ -11,6 +11,7 @@ from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.index import KEEP_DEFAULT, Retention
 from zbmd.training.checkpoint.pace import Every
 from zbmd.training.job.stragglers.policy import OnStraggler
+from zbmd.training.profiler.operations import EVERY_MAX, EVERY_VARIABLE, parse_ops_every
 from zbmd.training.torch.durable.checkpoints import Options, Saves
 from zbmd.training.torch.durable.slow_ranks import require_choice
 from zbmd.training.torch.run import Run
@@ -32,6 +33,7 @@ def resilient(
     exact: bool | int = False,
     on_straggler: str = OnStraggler.WARN.value,
     mirror: bool = False,
+    profile_ops: int | None = None,
 ) -> Run:
     """Return a run whose steps survive the loss of ranks; see docs/GUIDE_TORCH.md.
 
@@ -57,6 +59,8 @@ def resilient(
     on_straggler: what is done about a slow rank: warn, or replace; see docs/GUIDE_STRAGGLERS.md.
     mirror: vote once all optimizers have updated, and send each rank's part of the state to its buddy before:
     for optimizers that communicate in `step()`. Over FSDP2 it is chosen where it is needed.
+    profile_ops: profile each op of every so-many-th step, into `out`; 0: of none; default: as
+    `ZBMD_TRAIN_PROFILE_OPS` says, off or every=N; see docs/GUIDE_PROFILE.md.
     """
     models, optimizers = _listed(model), [_inner(each, "optimizer") for each in _listed(optimizer)]
     others = tuple(_inner(each, "scheduler") for each in others)
@@ -78,14 +82,40 @@ def resilient(
         codec=Codec(checkpoint_codec),
     )
     saves.check()
+    every = _ops_every(profile_ops, out is not None)
     where, policy = None if out is None else Path(out), require_choice(on_straggler)
-    options = Options(out=where, saves=saves, resume=resume, exact=exact, mirror=mirror, on_straggler=policy)
+    options = Options(
+        out=where,
+        saves=saves,
+        resume=resume,
+        exact=exact,
+        mirror=mirror,
+        on_straggler=policy,
+        profile_ops=every,
+    )
     try:
         return Run(models, optimizers, others, seed, options)
     except ZbmdError as error:
         if isinstance(error, UserError):
             raise
         raise as_torch_error(error) from error
+
+
+def _ops_every(given: int | None, is_recorded: bool) -> int:
+    """Return which steps are sampled. Raises `UserError` for what is no number of steps."""
+    if given is None:
+        try:
+            every = parse_ops_every(os.environ.get(EVERY_VARIABLE, "off"))
+        except UserError as error:
+            raise UserError(f"{EVERY_VARIABLE}: {error}") from None
+        return every if is_recorded else 0
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= EVERY_MAX:
+        raise UserError(
+            f"zbmd.torch.resilient(profile_ops=…): expected 0 to {EVERY_MAX:,} steps, got {given!r}"
+        )
+    if given and not is_recorded:
+        raise UserError("zbmd.torch.resilient(profile_ops=…) needs a directory: give it out=…")
+    return given
 
 
 def _listed(given: Any) -> list[Any]:

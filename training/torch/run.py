@@ -103,7 +103,7 @@ class Run:
         self._run_id = f"{worker.job:016x}"
         self._memory = LoopMemory(worker, launched, self._plan.text())
         CONTINUITY.at_leave(self._memory.close)
-        self._slow = SlowLoopRanks(worker, options.out, options.on_straggler)
+        self._slow = SlowLoopRanks(worker, options.out, options.on_straggler, options.profile_ops)
         CONTINUITY.at_leave(self._slow.close)
         self._begin(worker, seed, replaces=CONTINUITY.mode is Mode.ALONE)
         CONTINUITY.enter()

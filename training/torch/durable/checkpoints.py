@@ -74,7 +74,7 @@ class Saves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a loop; see `resilient`. out: None: it leaves no files."""
+    """The options of a loop; see `resilient`. out: None: it leaves no files; profile_ops: 0: of no step."""
 
     out: Path | None
     saves: Saves
@@ -82,6 +82,7 @@ class Options:
     exact: bool | int
     mirror: bool = False
     on_straggler: OnStraggler = OnStraggler.WARN
+    profile_ops: int = 0
 
     def text(self) -> str:
         """Return the options as a script spells them; the directory may have another name on each host."""

@@ -7,13 +7,17 @@ waits for operations within a phase are time of `COMM`.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.collectives.torch.work import WAITS
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.spans import Span
@@ -23,10 +27,17 @@ from zbmd.training.job.stragglers.machine import Entered, Stepped, StragglerActi
 from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.job.stragglers.samples import Sampler
 from zbmd.training.profiler.profiler import Profiler, open_profiler
+from zbmd.training.torch.durable.operations import OpMode
 from zbmd.training.torch.votes import samples_of
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
+torch: Any = importlib.import_module("torch")
+
+ResultT = TypeVar("ResultT")
+
+WATCHED: Final = (spans.FORWARD, spans.BACKWARD, spans.GRAD_CLIP, spans.OPTIMIZER)
+"""The phases in which the script computes."""
 CHOICES: Final = (OnStraggler.WARN.value, OnStraggler.REPLACE.value)
 
 
@@ -43,18 +54,23 @@ def require_choice(given: str) -> OnStraggler:
 class SlowLoopRanks:
     """Stragglers of a loop, as one rank sees them, and its profile; for the thread that trains.
 
-    out: has the profile; None: nothing is written.
+    out: has the profile; None: nothing is written. profile_ops: the ops of each so-many-th step are sampled.
     """
 
-    def __init__(self, worker: Worker, out: Path | None, on_straggler: OnStraggler) -> None:
-        self._worker, self._on_straggler = worker, on_straggler
+    def __init__(
+        self, worker: Worker, out: Path | None, on_straggler: OnStraggler, profile_ops: int = 0
+    ) -> None:
+        self._worker, self._on_straggler, self._ops_every = worker, on_straggler, profile_ops
         self._delay = "" if out is None else os.fspath(delay_path(out, worker.rank))
         self._out = out
         self._profiler: Profiler | None = None
         self._machine = StragglerMachine()
         self._sampler: Sampler | None = None
-        self._reports = False
+        self._reports, self._thread = False, 0
         self._phase: Span | None = None
+        self._ops: OpMode | None = None
+        """Watches the ops, if any step is sampled."""
+        self._phases = ScriptPhases(self)
         self._since_ns = self._step = 0
         self._begun = False
         self._actions: list[StragglerAction] = []
@@ -65,10 +81,13 @@ class SlowLoopRanks:
         """Go on with these ranks; the first step is not measured. passes: of a step, of each rank."""
         self._leave()
         if self._profiler is None:
-            self._profiler = open_profiler(self._out, None, sequences=1)
+            self._profiler = open_profiler(self._out, None, sequences=1, ops_every=self._ops_every)
+            self._ops = OpMode(self._profiler.sampler) if self._ops_every else None
+            self._phases.install()
+        self._profiler.follow(*(each.made for each in CONTINUITY.groups))
         ranks = tuple(group.members)
         self._machine.handle(Entered(ranks=ranks, shards=passes, alike=(0,) * len(ranks)))
-        self._reports = group.rank == 0
+        self._reports, self._thread = group.rank == 0, threading.get_ident()
         if group.size > 1:
             self._sampler = Sampler(self._worker.incarnation)
         WAITS.is_on = True
@@ -77,12 +96,14 @@ class SlowLoopRanks:
     def _leave(self) -> None:
         if self._sampler is not None:
             self._sampler.close()
+        self._watch(None)
         self._sampler, self._phase, self._begun, self._step = None, None, False, 0
         self.sample, self._actions = (), []
 
     def close(self) -> None:
         """Measure no longer, and close the profile. Idempotent."""
         WAITS.is_on = False
+        self._phases.remove()
         self._leave()
         if self._profiler is not None:
             self._profiler.close()
@@ -118,7 +139,24 @@ class SlowLoopRanks:
                 profiler.add(spans.COMM, begin, end)
                 at = end
             profiler.add(self._phase, at, now)
+        self._watch(span)
         self._phase, self._since_ns = span, now
+
+    def _watch(self, span: Span | None) -> None:
+        """Watch the ops of a phase, if it is the script's and the step is sampled."""
+        if self._ops is not None and self._profiler is not None:
+            self._ops.watch(is_on=self._profiler.samples and span in WATCHED)
+
+    def part(self, span: Span, call: Callable[[], ResultT]) -> ResultT:
+        """Make a part of the script's computation, which is a phase of its own."""
+        if self._phase is not spans.FORWARD or threading.get_ident() != self._thread:
+            return call()
+        self.phase(span)
+        try:
+            return call()
+        finally:
+            if self._phase is span:
+                self.phase(spans.FORWARD)
 
     def voted(self, step: int, rows: Sequence[bytes]) -> None:
         """All ranks of this view have voted for `step`, with these votes. Raises `RemoteProtocolError`."""
@@ -133,3 +171,49 @@ class SlowLoopRanks:
             if self._reports and profiler is not None:
                 report(self._worker, profiler, action, done)
             end_if_replaced(self._worker, action, done)
+
+
+class ScriptPhases:
+    """Parts of a script's step that PyTorch knows: the backward pass, and the clipping of gradients.
+
+    Its functions note them while a loop goes on: `Tensor.backward` and what frameworks call look them up by
+    these names. The parts of `clip_grad_norm_` are noted, since scripts have imported that itself.
+    """
+
+    def __init__(self, slow: SlowLoopRanks) -> None:
+        clip: Any = importlib.import_module("torch.nn.utils.clip_grad")
+        self._slow = slow
+        self._parts = (
+            (torch.autograd, "backward", spans.BACKWARD),
+            (clip, "_get_total_norm", spans.GRAD_CLIP),
+            (clip, "_clip_grads_with_norm_", spans.GRAD_CLIP),
+        )
+        self._made: list[tuple[Any, str, Any, Any]] = []
+        """Module, name, what it was, and what it is meanwhile."""
+
+    def install(self) -> None:
+        """Note them from now on."""
+        for module, name, span in self._parts:
+            call = getattr(module, name, None)  # private names may go
+            if call is not None:
+                noted = self._noted(call, span)
+                setattr(module, name, noted)
+                self._made.append((module, name, call, noted))
+
+    def _noted(self, call: Callable[..., Any], span: Span) -> Callable[..., Any]:
+        slow, is_compiling = self._slow, torch.compiler.is_compiling
+
+        @functools.wraps(call)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return call(*args, **kwargs)
+            return slow.part(span, lambda: call(*args, **kwargs))
+
+        return noted
+
+    def remove(self) -> None:
+        """Note them no longer. Idempotent."""
+        for module, name, call, noted in self._made:
+            if getattr(module, name) is noted:  # and nobody has put something of its own there
+                setattr(module, name, call)
+        self._made.clear()

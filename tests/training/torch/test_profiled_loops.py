@@ -1,0 +1,185 @@
+"""Steps of PyTorch's loops whose ops are sampled: known products, passes and phases, and no bit changed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from programs import PROGRAMS
+from support.jobs.resilient_loops import train
+
+from zbmd.actors.view import Outcome
+from zbmd.tools.dashboard import queries
+from zbmd.tools.entry import zbmd as cli
+from zbmd.tools.telemetry.ingest import RunDatabase
+from zbmd.training.profiler.operations import EVERY_VARIABLE, OpSampler
+from zbmd.training.profiler.profiler import open_profiler
+from zbmd.transport.errors import UserError
+
+torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.optional
+operations: Any = importlib.import_module("zbmd.training.torch.durable.operations")
+resilient: Any = importlib.import_module("zbmd.training.torch.resilient")
+
+PROGRAM = PROGRAMS / "tools/profiled_loop.py"
+RANKS, STEPS, BATCH, WIDTH, HIDDEN = 2, 6, 8, 16, 32
+PRODUCT = 2 * BATCH * WIDTH * HIDDEN
+FLOAT = 4
+
+
+async def ends(out: Path, mode: str, fault: str = "", **more: str) -> set[str]:
+    """Return the digests that the ranks of a run end with."""
+    result, lines = await train(PROGRAM, mode, fault, RANKS, {"OUT": str(out), **more})
+    assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)
+    assert result.restarts == bool(fault)
+    return {found[0] for line in lines if (found := re.search(r"rank \d+ ends with .*", line))}
+
+
+def asked(capsys: pytest.CaptureFixture[str], out: Path, sql: str) -> list[dict[str, Any]]:
+    """Return the rows of `zbmd query`."""
+    capsys.readouterr()
+    assert cli.main(["query", str(out), sql, "--json", "--limit", "10000"]) == 0
+    rows: list[dict[str, Any]] = msgspec.json.decode(capsys.readouterr().out)["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+async def test_sampled_steps_have_the_products_of_both_passes_and_the_bits_of_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    out = tmp_path / "out"
+    sampled = await ends(out, mode, EVERY="2")
+    assert len(sampled) == RANKS and sampled == await ends(tmp_path / "plain", mode, EVERY="0")
+    rows = asked(capsys, out, "select * from op_profile where kind = 'op'")
+    assert {(row["rank"], row["step"]) for row in rows} == {(r, s) for r in (0, 1) for s in (2, 4, 6)}
+    for rank in range(RANKS):
+        mine = [row for row in rows if (row["rank"], row["step"]) == (rank, 4)]
+        found = {(row["op"], row["pass"], row["shape"]): row for row in mine}
+        ahead = found["aten::addmm", "forward", f"{HIDDEN}, {BATCH}x{WIDTH}, {WIDTH}x{HIDDEN}"]
+        assert (ahead["calls"], ahead["flops"], ahead["dtype"]) == (1, PRODUCT, "float32")
+        assert ahead["bytes"] == FLOAT * (HIDDEN + BATCH * WIDTH + WIDTH * HIDDEN + BATCH * HIDDEN)
+        assert ahead["execute_ns"] > 0
+        back = [row for row in mine if (row["op"], row["pass"]) == ("aten::mm", "backward")]
+        # Of the second layer its input's gradient, too; the first one's input has none.
+        assert sum(row["flops"] for row in back) == 3 * PRODUCT
+        assert any((row["op"], row["pass"]) == ("aten::add_", "work") for row in mine)
+        assert not any(row["op"].startswith(("c10d", "profiler")) for row in mine)
+        wanted = {"ddp": {"all_reduce"}, "fsdp": {"all_gather", "reduce_scatter"}}
+        collectives = [row for row in mine if row["pass"] == "collective"]
+        assert wanted[mode] <= {row["op"] for row in collectives}
+        assert all(row["bytes"] > 0 and row["execute_ns"] + row["wait_ns"] > 0 for row in collectives)
+    phases = asked(capsys, out, "select * from step_timing where step > 1")
+    assert len(phases) == RANKS * (STEPS - 1)
+    names = ("forward", "backward", "grad_clip", "optimizer", "comm")
+    assert all(row[f"{name}_ns"] > 0 for row in phases for name in names)
+    with RunDatabase(out) as database:
+        shown = queries.slowest_ops(database.connection)
+    assert shown["sampled"] and all(row["calls_per_step"] > 0 for row in shown["rows"])
+    assert cli.main(["export", str(out), "--format", "chrome", "-o", str(tmp_path / "trace.json")]) == 0
+    assert "aten::addmm forward" in (tmp_path / "trace.json").read_text()
+
+
+async def test_a_rank_that_is_lost_in_a_sampled_step_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The variable that a job uses says which steps are sampled, also to the replacement."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    out = tmp_path / "out"
+    sampled = await ends(out, "ddp", "rank1:loop.prepared:4", **{EVERY_VARIABLE: "every=2"})
+    assert sampled == await ends(tmp_path / "plain", "ddp")
+    rows = asked(
+        capsys,
+        out,
+        "select distinct step, incarnation from op_profile join incarnations using (incarnation_id) "
+        "where kind = 'op' and pass = 'backward' and op_profile.rank = 1 order by 1",
+    )
+    assert {(row["step"], row["incarnation"]) for row in rows} >= {(2, 1), (6, 2)}
+    assert not asked(capsys, tmp_path / "plain", "select 1 from op_profile where kind = 'op'")
+
+
+def test_a_mode_of_the_script_that_is_still_entered_keeps_ours_beneath(tmp_path: Path) -> None:
+    """It counts nothing more, and goes once it can."""
+    counter = importlib.import_module("torch.utils.flop_counter")
+    stack = importlib.import_module("torch.utils._python_dispatch")._get_current_dispatch_mode_stack
+    profiler = open_profiler(tmp_path, None, sequences=1, ops_every=1, environ={})
+    with profiler:
+        profiler.begin_step(1)
+        sampler: OpSampler = profiler.sampler
+        mode, x = operations.OpMode(sampler), torch.ones(4, 4)
+        mode.watch(is_on=True)
+        with counter.FlopCounterMode(display=False) as theirs:
+            x @ x
+            mode.watch(is_on=False)
+            x @ x
+        assert len(stack()) == 1
+        x @ x
+        mode.watch(is_on=True)
+        x @ x
+        mode.watch(is_on=False)
+        assert not stack()
+        x @ x
+        (row,) = sampler.rows()
+    assert theirs.get_total_flops() == 2 * 2 * 4**3
+    assert (row.op, row.calls, row.flops) == ("aten::mm", 2, 2 * 2 * 4**3)
+
+
+def test_a_compiled_model_is_compiled_in_a_sampled_step_as_in_any_other(tmp_path: Path) -> None:
+    """Its code runs, and the products that it calls have rows."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    profiler = open_profiler(tmp_path, None, sequences=1, ops_every=1, environ={})
+    with profiler:
+        profiler.begin_step(1)
+        mode, x = operations.OpMode(profiler.sampler), torch.ones(4, 4)
+        compiled = torch.compile(lambda x: (x @ x).relu(), backend=backend)
+        mode.watch(is_on=True)
+        found = [compiled(x) for _ in range(3)]
+        mode.watch(is_on=False)
+        rows = {row.op: row.calls for row in profiler.sampler.rows()}
+    assert len(graphs) == 1 and all(torch.equal(each, x @ x) for each in found)
+    assert rows == {"aten::mm": 3, "aten::relu": 3}
+
+
+def test_views_and_what_nobody_has_written_move_no_bytes(tmp_path: Path) -> None:
+    profiler = open_profiler(tmp_path, None, sequences=1, ops_every=1, environ={})
+    with profiler:
+        profiler.begin_step(1)
+        mode, q = operations.OpMode(profiler.sampler), torch.ones(2, 4, 8, 16)
+        mode.watch(is_on=True)
+        q.view(-1).expand(3, -1)
+        torch.empty(5).add_(1)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        mode.watch(is_on=False)
+        rows = {row.op: row for row in profiler.sampler.rows()}
+    assert [rows[f"aten::{op}"].nbytes for op in ("view", "expand", "empty", "add_")] == [0, 0, 0, 5 * FLOAT]
+    (attention,) = [row for op, row in rows.items() if "attention" in op]
+    assert attention.flops == 2 * 2 * (2 * 4 * 8 * 8 * 16)
+
+
+@pytest.mark.parametrize("given", [-1, True, "every=5", 10_000_000_000])
+def test_what_is_no_number_of_steps_is_refused(given: Any) -> None:
+    with pytest.raises(UserError, match=r"profile_ops=…\): expected 0 to"):
+        resilient._ops_every(given, True)
+
+
+def test_the_variable_says_which_steps_of_a_recorded_loop_are_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UserError, match="needs a directory"):
+        resilient._ops_every(5, False)
+    monkeypatch.setenv(EVERY_VARIABLE, "every=7")
+    assert resilient._ops_every(None, True) == 7
+    assert resilient._ops_every(None, False) == 0
+    assert resilient._ops_every(0, True) == 0
+    monkeypatch.setenv(EVERY_VARIABLE, "often")
+    with pytest.raises(UserError, match=f"{EVERY_VARIABLE}: expected off or every=N"):
+        resilient._ops_every(None, True)

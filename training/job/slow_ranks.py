@@ -128,6 +128,8 @@ def done_about(action: StragglerAction, wanted: OnStraggler, nothing: str) -> st
     """Return what is done about it where no shards move, for the report. nothing: the words for `WARN`."""
     if not isinstance(action, Named):
         return ""
+    if action.together:
+        return NOT_OF_A_RANK
     if wanted is OnStraggler.REPLACE:
         return REPLACED if action.incarnation == 1 else REPLACED_BEFORE
     return nothing if wanted is OnStraggler.WARN else NOT_MOVABLE
@@ -170,6 +172,7 @@ def report(worker: Worker, profiler: Profiler, action: StragglerAction, done: st
 
 NOTHING = "nothing is done about it (--on-straggler rebalance or replace would)"
 NOTHING_IN_LOOPS = 'nothing is done about it (on_straggler="replace" would)'
+NOT_OF_A_RANK = "nothing is done about it: no rank alone is the cause"
 NOT_MOVABLE = "nothing is done about it: its shards are not the cause"
 REPLACED = "it is ended, as if it had died"
 REPLACED_BEFORE = "nothing is done about it: it was replaced before"

@@ -16,7 +16,10 @@ import numpy as np
 from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS, Field
 from zbmd.training.job.stragglers.scores import (
     PAST,
+    PAST_MIN,
     PEERS,
+    QUIET,
+    SHIFT,
     STEPS_MIN,
     THRESHOLD,
     Floats,
@@ -37,6 +40,9 @@ KNOWN: Final = 1 / 64
 FAR: Final = 2.0
 """A round trip that is so many times that of other ranks, and more than this in us, blames the link."""
 ROUND_TRIP_MIN_US: Final = 200.0
+SHARED_MIN_US: Final = 500.0
+"""The least usual round trip that all links together are compared with: load of the hosts alone lengthens
+one."""
 
 
 class Cause(Enum):
@@ -102,7 +108,9 @@ StragglerEvent: TypeAlias = Entered | Stepped | Moved
 class Named:
     """A rank is slow. factor: its working time of late, beside what is usual; incarnation: of the rank.
 
-    past: whether it is slow beside its own past; peers: beside ranks with equal work.
+    past: whether it is slow beside its own past; peers: beside ranks with equal work. together: all ranks
+    whose links are slow at once, of which `rank` is the first: between two hosts neither end can be told from
+    the other. Empty of a rank that is slow by itself.
     """
 
     step: int
@@ -113,10 +121,16 @@ class Named:
     evidence: str
     past: bool
     peers: bool
+    together: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
         """Return the report for people."""
+        if self.together:
+            return (
+                f"{_links_of(self.together)} slow: a step takes {self.factor:.2f} times as long as before; "
+                f"cause {self.cause.value}: {self.evidence}"
+            )
         usual = {(True, False): "its own past", (False, True): "its peers"}.get(
             (self.past, self.peers), "its own past and its peers"
         )
@@ -133,14 +147,58 @@ class Cleared:
     step: int
     rank: int
     cause: Cause
+    together: tuple[int, ...] = ()
+    """As of `Named`."""
 
     @property
     def text(self) -> str:
         """Return the report for people."""
+        if self.together:
+            return f"{_links_of(self.together)} no longer slow (cause {self.cause.value})"
         return f"rank {self.rank} is no longer slow (cause {self.cause.value})"
 
 
 StragglerAction: TypeAlias = Named | Cleared
+
+
+def _links_of(ranks: Sequence[int]) -> str:
+    few, more = ", ".join(map(str, ranks[:8])), len(ranks) - 8
+    return f"all links between hosts (of ranks {few}{f' and {more} more' if more > 0 else ''}) are"
+
+
+class _SharedLinks:
+    """Finds links that are slow at both ends, so that no rank is slower than its peers.
+
+    All round trips between hosts are far above what they were, and the last rank to come waits longer than it
+    did. Either alone blames nothing: a busy host answers late, and waits have other causes.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._trips: Floats = np.zeros(ranks)
+        self._wait_ns = 0.0
+        self._judged = 0
+        self.score = 0.0
+        """Up to `THRESHOLD`."""
+        self.excess_ns = self.usual_us = 0.0
+        """Of late: the time of a judged step beyond the usual one; and the usual round trip."""
+
+    def take(self, trips: Floats, wait_ns: float, step_ns: float) -> None:
+        """Take a judged step. trips: us, 0 of a rank without links; wait_ns: of whoever waited least."""
+        self._judged += 1
+        linked = (trips > 0) & (self._trips > 0)
+        usual = np.maximum(self._trips[linked], SHARED_MIN_US)
+        far = float(np.clip((trips[linked] / usual - FAR) / FAR, 0.0, 1.0).min(initial=1.0))
+        cost_ns = (wait_ns - self._wait_ns) * (far if linked.sum() > 1 else 0.0)
+        if self._judged > PAST_MIN:
+            more = THRESHOLD / STEPS_MIN * (1.0 if cost_ns > SHIFT * step_ns else -1.0)
+            self.score = min(max(self.score + more, 0.0), THRESHOLD)
+        self.excess_ns += (cost_ns - self.excess_ns) * RECENT
+        if self.score < QUIET:
+            weight = max(KNOWN, 1 / self._judged)
+            known = np.where(self._trips > 0, self._trips + (trips - self._trips) * weight, trips)
+            self._trips = np.where(trips > 0, known, self._trips)
+            self._wait_ns += (wait_ns - self._wait_ns) * weight
+            self.usual_us = float(np.median(self._trips[self._trips > 0])) if self._trips.any() else 0.0
 
 
 class StragglerMachine:
@@ -149,6 +207,8 @@ class StragglerMachine:
     def __init__(self) -> None:
         self._entered = Entered(ranks=(), shards=(), alike=())
         self._scores: Scores | None = None
+        self._links, self._together = _SharedLinks(0), tuple[int, ...]()
+        """What finds links that are slow at both ends; and the ranks that are named for them."""
         self._seen = self._judged = 0
         self._named: dict[tuple[int, int], Cause] = {}
         """By place and row."""
@@ -183,6 +243,7 @@ class StragglerMachine:
         """Raise `AssertionError` if a state contradicts itself."""
         ranks = len(self._entered.ranks)
         assert len(self._entered.shards) == len(self._entered.alike) == ranks
+        assert 0.0 <= self._links.score <= THRESHOLD
         assert all(place < ranks and row < len(_ROWS) for place, row in self._named)
         if self._scores is not None:
             sums = self._scores.sums
@@ -202,6 +263,7 @@ class StragglerMachine:
         ranks = len(event.ranks)
         alone = ranks < 2  # nobody waits for it
         self._scores = None if alone else Scores((len(_ROWS), ranks), tuple(map(tuple, by_work.values())))
+        self._links, self._together = _SharedLinks(ranks), ()
         self._usual = np.zeros((len(_EVIDENCE), ranks))
         self._late = np.zeros((len(_EVIDENCE), ranks))
         self._lost = np.zeros(ranks)
@@ -247,7 +309,33 @@ class StragglerMachine:
         for place, row in [key for key in self._named if not sums[key[1], key[0]]]:
             cause = self._named.pop((place, row))
             actions.append(Cleared(step=event.step, rank=self._entered.ranks[place], cause=cause))
-        return actions
+        return actions + self._judge_links(event, samples, scores)
+
+    def _judge_links(self, event: Stepped, samples: Floats, scores: Scores) -> list[StragglerAction]:
+        """Name all links between hosts together, or clear them."""
+        links, trips = self._links, samples[Field.ROUND_TRIP]
+        links.take(trips, float(samples[Field.WAIT].min()), float(lower_median(scores.step_ns[0])[0]))
+        if links.score >= THRESHOLD and not self._together:
+            places = np.flatnonzero(trips > 0).tolist()
+            self._together = tuple(self._entered.ranks[place] for place in places)
+            whole_ns = float(samples[_TIMES].sum(axis=0).max())
+            named = Named(
+                step=event.step,
+                rank=self._together[0],
+                incarnation=int(samples[Field.INCARNATION, places[0]]),
+                cause=Cause.LINK,
+                factor=whole_ns / max(whole_ns - links.excess_ns, 1.0),
+                evidence=f"round trips take {np.median(trips[places]):.0f} us, where they took "
+                f"{links.usual_us:.0f} us, and a step {links.excess_ns / 1e6 / self._at_once:.1f} ms more",
+                past=True,
+                peers=False,
+                together=self._together,
+            )
+            return [named]
+        if not links.score and self._together:
+            together, self._together = self._together, ()
+            return [Cleared(step=event.step, rank=together[0], cause=Cause.LINK, together=together)]
+        return []
 
     def _costs(self, samples: Floats) -> Floats:
         """Return what each cause took each rank, (causes, ranks), in ns, for the same number of shards."""
@@ -258,7 +346,9 @@ class StragglerMachine:
         passes = (samples[Field.PASSES] - np.minimum(delay * of_passes, samples[Field.PASSES])) * even
         update = samples[Field.UPDATE] - np.minimum(delay * (1 - of_passes), samples[Field.UPDATE])
         trips = samples[Field.ROUND_TRIP]
-        ratio = trips / np.maximum(lower_median(trips), ROUND_TRIP_MIN_US)
+        linked = trips[trips > 0]  # of a rank without links it is 0, which is no short one
+        usual = float(lower_median(linked)[0]) if len(linked) else 0.0
+        ratio = trips / max(usual, ROUND_TRIP_MIN_US)
         blame = np.clip((ratio - FAR) / FAR, 0.0, 1.0)
         return np.stack(
             [

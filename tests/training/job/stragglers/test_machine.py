@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,51 @@ def test_a_slow_rank_is_named_once_with_its_cause_and_cleared(
     assert words in named.evidence and SLOW_FROM + 7 <= named.step <= SLOW_FROM + 20
     assert 1.08 <= named.factor <= 1.35 and f"cause {cause.value}" in named.text
     assert (cleared.rank, cleared.cause) == (2, cause) and cleared.step >= STEPS
+
+
+def together(
+    ranks: int, *, trip: float = 1.0, wait_ns: float = 0.0, linked: int | None = None, jitter: float = 0.3
+) -> list[StragglerAction]:
+    """Return what is told of links whose round trips grow so many times, and waits by so much, at once."""
+    draw, machine = np.random.default_rng(8), StragglerMachine()
+    machine.handle(Entered(ranks=tuple(range(3, 3 + ranks)), shards=(2,) * ranks, alike=(0,) * ranks))
+    found: list[StragglerAction] = []
+    for step in range(1, STEPS + 60):
+        made, is_slow = samples(draw, ranks, {}, 0), SLOW_FROM <= step < STEPS
+        made[:, Field.ROUND_TRIP] *= 4 * (1 + jitter * draw.random(ranks)) * (trip if is_slow else 1.0)
+        made[ranks if linked is None else linked :, Field.ROUND_TRIP] = 0
+        made[:, Field.WAIT] += (wait_ns if is_slow else 0.0) + 4 * MS * draw.random(ranks)
+        found += machine.handle(Stepped(step, made))
+        machine.check_invariants()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "linked"), [(2, 2), (4, 4), (4, 2)])
+def test_links_that_are_slow_at_both_ends_are_named_together_once(ranks: int, linked: int) -> None:
+    """Of two hosts both ends are as slow, and nobody is slower than a peer."""
+    named, cleared = together(ranks, trip=10.0, wait_ns=30 * MS, linked=linked)
+    assert isinstance(named, Named) and isinstance(cleared, Cleared)
+    assert named.together == cleared.together == tuple(range(3, 3 + linked)) and named.rank == 3
+    assert (named.cause, cleared.cause) == (Cause.LINK, Cause.LINK)
+    assert SLOW_FROM + 7 <= named.step <= SLOW_FROM + 20 and cleared.step >= STEPS
+    assert 1.1 < named.factor < 1.4 and "all links between hosts (of ranks 3, 4" in named.text
+    assert "round trips take" in named.evidence and cleared.text.endswith("no longer slow (cause link)")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, {}),
+        (2, {"jitter": 1.0}),
+        (2, {"trip": 10.0}),
+        (2, {"wait_ns": 30 * MS}),
+        (4, {"trip": 10.0, "wait_ns": 30 * MS, "linked": 1}),
+        (4, {"trip": 10.0, "wait_ns": 30 * MS, "linked": 0}),
+    ],
+    ids=["quiet", "noisy", "late answers alone", "waits alone", "one end", "one host"],
+)
+def test_links_are_not_blamed_for_one_sign_alone(ranks: int, more: Mapping[str, Any]) -> None:
+    assert not together(ranks, **more)
 
 
 def test_short_steps_are_judged_several_at_a_time() -> None:

@@ -101,12 +101,21 @@ class OpSampler:
         self._work: dict[Key, OpSum] = {}
         self._rest = OpSum(("others", WORK, "", ""), 0, 0)
         self._began_ns = self._inner_ns = 0
+        self.generation = 0
+        """Of its rows: whoever keeps some from step to step asks for them again in another one."""
         self._rings: list[tuple[FlightRing, int]] = []
         self._playing: tuple[OpSum, int] | None = None
         """Of the rule that runs: the row of what it leaves for later, and its unit."""
 
     def start(self, rings: Sequence[FlightRing]) -> None:
-        """Begin a step, with the operations that groups begin from now on."""
+        """Begin a step, with the operations that groups begin from now on.
+
+        Rows are kept from step to step, and made again once there were too many: shapes may change each step.
+        """
+        if self._is_full:
+            self._known.clear()
+            self._work.clear()
+            self.generation += 1
         for one in self._sums():
             one.calls = one.execute_ns = 0
         self._rings = [(ring, ring.begun) for ring in rings]

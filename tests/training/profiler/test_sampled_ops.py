@@ -182,5 +182,9 @@ def test_the_rows_of_a_step_are_bounded(tmp_path: Path) -> None:
             for size in range(calls):
                 with watched("update", np.zeros(size, np.uint8)):
                     pass
-    ((line,),) = (life.ops for life in read_profiles(tmp_path))
+        profiler.begin_step(2)
+        with profiler.operations(), watched("update", np.zeros(2 * OPS_MAX, np.uint8)):
+            pass
+    ((line, later),) = (life.ops for life in read_profiles(tmp_path))
     assert len(line.ops) < OPS_MAX and sum(row.calls for row in line.ops) == calls
+    assert [(row.shape, row.calls) for row in later.ops] == [(str(2 * OPS_MAX), 1)], "the next one has room"

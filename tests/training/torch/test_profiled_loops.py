@@ -17,6 +17,7 @@ from zbmd.actors.view import Outcome
 from zbmd.tools.dashboard import queries
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.telemetry.ingest import RunDatabase
+from zbmd.training.profiler.lines import OPS_MAX
 from zbmd.training.profiler.operations import EVERY_VARIABLE, OpSampler
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.transport.errors import UserError
@@ -142,6 +143,24 @@ def test_a_mode_of_the_script_that_is_still_entered_keeps_ours_beneath(tmp_path:
         (row,) = sampler.rows()
     assert theirs.get_total_flops() == 2 * 2 * 4**3
     assert (row.op, row.calls, row.flops) == ("aten::mm", 2, 2 * 2 * 4**3)
+
+
+def test_shapes_that_change_each_step_have_rows_in_each(tmp_path: Path) -> None:
+    profiler = open_profiler(tmp_path, None, sequences=1, ops_every=1, environ={})
+    with profiler:
+        mode, steps = operations.OpMode(profiler.sampler), 3
+        for step in range(steps):
+            profiler.begin_step(step + 1)
+            mode.watch(is_on=True)
+            for size in range(OPS_MAX):
+                torch.empty(OPS_MAX * step + size)
+                torch.ones(OPS_MAX * step + size + 1).neg()
+            mode.watch(is_on=False)
+            rows = profiler.sampler.rows()
+            assert OPS_MAX // 2 < len(rows) <= OPS_MAX
+            assert sum(row.calls for row in rows) == 3 * OPS_MAX
+            named = [row for row in rows if row.op == "aten::neg"]
+            assert named and all(row.calls == 1 for row in named)
 
 
 def test_a_compiled_model_is_compiled_in_a_sampled_step_as_in_any_other(tmp_path: Path) -> None:

@@ -53,12 +53,16 @@ class OpMode(modes.TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._sampler = sampler
         self._known: dict[object, OpSum | None] = {}
+        self._generation = sampler.generation
         self._products = _formulas()
         self._is_entered = self._is_on = False
 
     def watch(self, *, is_on: bool) -> None:
         """Watch from here on, or no longer. A mode of the script that is still entered keeps this one."""
         self._is_on = is_on
+        if self._generation != self._sampler.generation:
+            self._known.clear()
+            self._generation = self._sampler.generation
         if is_on and not self._is_entered:
             self.__enter__()
             self._is_entered = True

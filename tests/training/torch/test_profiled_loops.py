@@ -200,6 +200,28 @@ def test_views_and_what_nobody_has_written_move_no_bytes(tmp_path: Path) -> None
     assert attention.flops == 2 * 2 * (2 * 4 * 8 * 8 * 16)
 
 
+def test_a_block_of_a_transformer_has_the_flops_of_both_passes(tmp_path: Path) -> None:
+    """Its products of weights, and those of all pairs that attention computes."""
+    batch, length, width, heads = 2, 8, 16, 2
+    nn = torch.nn
+    norm, packed, out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+    profiler = open_profiler(tmp_path, None, sequences=1, ops_every=1, environ={})
+    with profiler:
+        profiler.begin_step(1)
+        mode = operations.OpMode(profiler.sampler)
+        mode.watch(is_on=True)
+        x = torch.ones(batch, length, width, requires_grad=True)
+        q, k, v = packed(norm(x)).view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out(y.transpose(1, 2).reshape(x.shape)).sum().backward()
+        mode.watch(is_on=False)
+        rows = profiler.sampler.rows()
+    products = 2 * batch * length * 4 * width * width
+    pairs = 2 * batch * length * length * width
+    ahead, back = (sum(row.flops for row in rows if row.which == which) for which in ("forward", "backward"))
+    assert (ahead, back) == (products + 2 * pairs, 2 * products + 5 * pairs)
+
+
 @pytest.mark.parametrize("given", [-1, True, "every=5", 10_000_000_000])
 def test_what_is_no_number_of_steps_is_refused(given: Any) -> None:
     with pytest.raises(UserError, match=r"profile_ops=…\): expected 0 to"):

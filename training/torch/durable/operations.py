@@ -30,6 +30,8 @@ UNFILLED: Final = ("empty", "new_empty")
 
 _in_backward: Final[Callable[[], int]] = torch._C._current_graph_task_id
 _records_gradients: Final[Callable[[], bool]] = torch.is_grad_enabled
+_PLAIN: Final = torch.Tensor.__torch_dispatch__
+"""Of types that do nothing of their own."""
 _ATTENTION: Final = ("_scaled_dot_product_flash_attention_for_cpu", 0)
 _ATTENTION_BACKWARD: Final = ("_scaled_dot_product_flash_attention_for_cpu_backward", 1)
 
@@ -73,13 +75,13 @@ class OpMode(modes.TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Sequence[type],
+        types: Sequence[Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Make a call, and count it."""
-        if types:  # a DTensor, say, which makes calls of its own
-            return NotImplemented
+        if types and any(each.__torch_dispatch__ is not _PLAIN for each in types):
+            return NotImplemented  # a DTensor, say, which makes calls of its own
         kwargs = kwargs or {}
         begin_ns = now_ns()
         out = func(*args, **kwargs)

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 from programs import PROGRAMS
 from support.jobs.resilient_loops import PRELOAD
-from support.jobs.slow_cable import check_slow_cable
 from support.jobs.slowed import injected
 from support.processes.kept_lines import Lines
 from support.processes.polling import until
@@ -104,14 +103,6 @@ async def test_a_slow_rank_of_a_loop_is_replaced_once(
         await loop.until(r"step \d+ loss", first)
         await until(lambda: loop.run.done() or max_incarnation(out) == 2)
         assert not loop.run.done(), "\n".join(loop.output.lines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hosts", [3, 2])
-def test_a_host_of_a_loop_behind_a_slow_cable_is_named_for_its_link_and_cleared(
-    tmp_path: Path, hosts: int
-) -> None:
-    check_slow_cable(tmp_path, Path(PROGRAM), hosts)
 
 
 def max_incarnation(out: Path) -> int:

@@ -367,7 +367,7 @@ class Worker:
 
     async def open(self) -> None:
         """Listen, dial the host, and ask to be in the next view."""
-        faults.arm(self.system.name, self.incarnation)
+        faults.arm(self.system.name, self.incarnation, job=self._environment.job)
         self.progress.start(self.rank, self.incarnation)
         arena_joined(self.segment.arena)
         if self.alone:

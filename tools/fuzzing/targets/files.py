@@ -414,10 +414,10 @@ def _faults(text: str) -> None:
         raise Broken(f"{found} is written {format_plan(found)}")
 
 
-@text_target("faults", "ZBMD_FAULT", (b"rank2:vote.sent,rank1#2:recovery.pull:3",), UserError)
+@text_target("faults", "ZBMD_FAULT", (b"rank2:vote.sent,rank1#2:recovery.pull:3+~rank0:a",), UserError)
 def _kill_points(text: str) -> None:
     found = faults.parse(text)
-    if faults.parse(",".join(map(str, found))) != found:
+    if faults.parse(faults.spelled(found)) != found:
         raise Broken(f"{found}")
 
 

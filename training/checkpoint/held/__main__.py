@@ -19,12 +19,8 @@ def _work(held: HeldMemory) -> HolderWork:
     """Make what writes, for the first checkpoint."""
     from zbmd.training.checkpoint.held.service import HeldCheckpoints
 
-    own = [
-        str(each)
-        for each in faults.parse(os.environ.get(faults.FAULT_VARIABLE, ""))
-        if each.process == PROCESS
-    ]
-    faults.arm(PROCESS, held.number, ",".join(own))
+    every = faults.parse(os.environ.get(faults.FAULT_VARIABLE, ""))
+    faults.arm(PROCESS, held.number, faults.spelled(each for each in every if each.process == PROCESS))
     return HeldCheckpoints(held)
 
 

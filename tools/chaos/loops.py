@@ -213,7 +213,7 @@ def _losses_in(told: str) -> list[float]:
 
 def of_living(wanted: Collection[str], fault: str) -> set[str]:
     """Return the reports of ranks that no kill is for."""
-    killed = {int(one.process.removeprefix("rank")) for one in faults.parse(fault)}
+    killed = {int(one.process.removeprefix("rank")) for one in faults.parse(fault) if not one.lives}
     return {line for line in wanted if int(line.rpartition("rank ")[2].split(":")[0]) not in killed}
 
 

@@ -162,7 +162,7 @@ def second_kills(setting: Setting) -> list[list[str]]:
         meet, *_, met = setting.recovery
         named += (f"rank1:{point},rank{setting.ranks - 1}:{one}:2" for one in (meet, met))
     for last in ("job.saved", "job.parted"):  # the last version is in files, and nobody who holds it is left
-        named.append(",".join(f"rank{rank}:{last}" for rank in range(setting.ranks)))
+        named.append("+".join(f"rank{rank}:{last}" for rank in range(setting.ranks)))
     return [named, merged(inside)]
 
 

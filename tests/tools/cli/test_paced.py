@@ -60,7 +60,7 @@ def test_a_run_that_lost_work_counts_a_failure_and_one_that_was_stopped_does_not
     text_in(launcher.directory)
     run, out = ("run", "-n", "2", "--on-loss", "stop", "-m", "zbmd", "train"), launcher.directory / "run"
     train = (*run, *SMALL, "--mesh", "dp=2")
-    fault = "rank0:job.begin:30,rank1:job.begin:30"
+    fault = "rank0:job.begin:30+rank1:job.begin:30"
     assert launcher.run(*train, "--steps", "40", ZBMD_FAULT=fault).code != 0
     assert read_names(out / "checkpoint.json").version == FIRST_STEPS
     again = launcher.run(*train, "--steps", "50", "--resume", "run")

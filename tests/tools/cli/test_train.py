@@ -128,7 +128,7 @@ async def test_all_ranks_are_killed_once_their_beginning_is_written_over(tmp_pat
     wanted = result(lines).weights_sha256
     await run(recipe(out=out, steps="2", **shared), 1)
     offloaded = {"resume": out, "offload": str(tmp_path / "files"), "ranks": "2", "mesh": "dp=2"}
-    fault = "rank0:job.begin:3,rank1:job.begin:3"  # of step 5, when the checkpoint is that of step 4
+    fault = "rank0:job.begin:3+rank1:job.begin:3"  # of step 5, when the checkpoint is that of step 4
     options = recipe(out=out, **shared, **offloaded)
     exit_code, lines = await run(options, 2, fault=fault, on_loss=OnLoss.REPLACE)
     assert exit_code == 0, lines

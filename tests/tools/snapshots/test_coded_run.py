@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.jobs.by_words import plain_by
 
+from zbmd.transport import kill_points
+
 if TYPE_CHECKING:
     from support.processes.launcher import Ended, Launcher
 
@@ -48,9 +50,9 @@ def weights(ended: Ended) -> str:
 @pytest.mark.parametrize(
     ("mesh", "redundancy", "faults"),
     [
-        (("--mesh", "pp=4"), "ec:2+2", "rank1:job.begin:4,rank3:job.begin:4"),
+        (("--mesh", "pp=4"), "ec:2+2", "rank1:job.begin:4+rank3:job.begin:4"),
         (("--mesh", "pp=4"), "ec:3+1", "rank2:mirror.middle:3"),
-        (("--zero", "3"), "ec:2+2", "rank0:job.begin:5,rank2:job.begin:5"),
+        (("--zero", "3"), "ec:2+2", "rank0:job.begin:5+rank2:job.begin:5"),
         (("--zero", "3"), "ec:2+2", "rank1:job.begin:3,rank1#2:mirror.restore_middle,rank3:mirror.middle:3"),
     ],
     ids=["stages", "one_in_a_copy", "sharded", "again_in_a_rebuild"],
@@ -66,7 +68,7 @@ def test_lost_shards_are_rebuilt_to_the_same_bits(
     failed = re.findall(
         r"^\[zbmd\]: rank (\d) \(pid \d+, incarnation (\d)\) failed", "\n".join(ended.errors), re.M
     )
-    assert len(failed) == len(faults.split(",")), ended
+    assert len(failed) == len(kill_points.parse(faults)), ended
 
 
 def test_more_losses_than_parities_end_the_run_with_the_last_checkpoint_named(launcher: Launcher) -> None:

@@ -11,7 +11,7 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.transport import kill_points as faults
 
-ALL_SAVED = "rank0:job.saved,rank1:job.saved,rank2:job.saved"
+ALL_SAVED = "rank0:job.saved+rank1:job.saved+rank2:job.saved"
 CASES = (
     "rank0:mesh.backward",
     "rank1:job.begin:2",

@@ -16,7 +16,7 @@ CASES = (
     "rank2:collective.point:75",
     "rank1:job.begin:3,rank1#2:mirror.restore_middle",
     "rank1:job.begin:3,rank1#2:collective.point:12",
-    "rank0:job.parted,rank1:job.parted,rank2:job.parted",
+    "rank0:job.parted+rank1:job.parted+rank2:job.parted",
 )
 
 

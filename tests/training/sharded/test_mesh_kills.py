@@ -133,37 +133,38 @@ def test_a_kill_while_a_matrix_is_gathered_leaves_no_trace(
 
 
 def test_a_stage_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
-    data, fault = write_text(tmp_path / "text"), "rank0:job.begin:3,rank1:job.begin:3"
+    data, fault = write_text(tmp_path / "text"), "rank0:job.begin:3+rank1:job.begin:3"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
         small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, mesh="pp=2", keep_memory=False)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "zero", "faults_at"),
+    ("mesh", "zero", "fault"),
     [
-        ("dp=1", 0, ["job.begin:3"]),
-        ("dp=2", 0, ["mirror.prepared:3", "job.begin:4"]),
-        ("dp=2", 0, ["mirror.commit:3", "mirror.commit:3"]),
-        ("pp=2", 0, ["job.begin:3", "job.begin:3"]),
-        ("tp=2", 0, ["mirror.copied:3", "mirror.commit:3"]),
-        ("", 3, ["zero.updated:2", "zero.update:2"]),
-        ("dp=2,tp=2", 1, ["zero.norm:3", "mirror.commit:3", "zero.updated:3", "mirror.middle:3"]),
+        ("dp=1", 0, "rank0:job.begin:3"),
+        ("dp=2", 0, "rank0:mirror.prepared:3,rank1:job.begin:4"),  # one after the other, as they come there
+        ("dp=2", 0, "rank0:mirror.commit:3+rank1:mirror.commit:3"),
+        ("pp=2", 0, "rank0:job.begin:3+rank1:job.begin:3"),
+        ("tp=2", 0, "rank0:mirror.copied:3,rank1:mirror.commit:3"),
+        ("", 3, "rank0:zero.updated:2+rank1:zero.update:2"),
+        (
+            "dp=2,tp=2",
+            1,
+            "rank0:zero.norm:3,rank1:mirror.commit:3,rank2:zero.updated:3,rank3:mirror.middle:3",
+        ),
     ],
 )
 def test_a_run_loses_nothing_when_all_of_its_ranks_are_killed(
-    small_jobs: SmallJobs, tmp_path: Path, mesh: str, zero: int, faults_at: list[str]
+    small_jobs: SmallJobs, tmp_path: Path, mesh: str, zero: int, fault: str
 ) -> None:
     """Their memory outlives them."""
-    data, tensor = write_text(tmp_path / "text"), "tp" in mesh
+    data, tensor, ranks = write_text(tmp_path / "text"), "tp" in mesh, len(faults.parse(fault))
     calm = small_jobs.run(
         tmp_path / "calm",
         data,
         mesh="tp=2" if tensor else "dp=1" if mesh else "",
         world_size=2 if tensor else 1,
     )
-    fault = ",".join(f"rank{rank}:{point}" for rank, point in enumerate(faults_at))
-    found = small_jobs.run(
-        tmp_path / "run", data, fault=fault, world_size=len(faults_at), mesh=mesh, zero=zero
-    )
-    assert found.deaths == len(faults_at), (found.failures, found.told)
+    found = small_jobs.run(tmp_path / "run", data, fault=fault, world_size=ranks, mesh=mesh, zero=zero)
+    assert found.deaths == ranks, (found.failures, found.told)
     assert found.digest == calm.digest

@@ -165,7 +165,7 @@ def test_all_ranks_are_killed_and_all_that_hold_one_shard(small_jobs: SmallJobs,
     fault = ",".join(f"rank{rank}:{point}" for rank, point in enumerate(points))
     found = small_jobs.run(tmp_path / "all", data, fault=fault, world_size=4, mesh="dp=2,fsdp=2", zero=3)
     assert (found.deaths, found.digest) == (4, calm.digest), found.told
-    alike = "rank1:zero.norm:3,rank3:zero.norm:3"
+    alike = "rank1:zero.norm:3+rank3:zero.norm:3"
     with pytest.raises(UserError, match="all ranks that held the same state were lost at once"):
         small_jobs.run(
             tmp_path / "lost",

@@ -78,7 +78,7 @@ def test_kills_on_a_mesh_leave_no_trace_in_the_weights(
 
 def test_a_rank_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text")
-    fault = "rank0:zero.norm:3,rank1:zero.norm:3"
+    fault = "rank0:zero.norm:3+rank1:zero.norm:3"
     with pytest.raises(UserError, match="a rank and its buddy were lost at once"):
         small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3, keep_memory=False)
 
@@ -87,6 +87,6 @@ def test_all_ranks_lost_at_a_checkpoint_go_on_from_it(small_jobs: SmallJobs, tmp
     """Nobody is left who holds the state that was committed last, and the checkpoint has it."""
     data = write_text(tmp_path / "text")
     calm = small_jobs.run(tmp_path / "calm", data, world_size=2, zero=3)
-    fault = "rank0:job.saved,rank1:job.saved"
+    fault = "rank0:job.saved+rank1:job.saved"
     found = small_jobs.run(tmp_path / "run", data, fault=fault, world_size=2, zero=3, keep_memory=False)
     assert (found.deaths, found.digest) == (2, calm.digest)

@@ -29,21 +29,21 @@ from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 CASES = (
-    (3, "rank0:job.begin:3,rank1:job.begin:3,rank2:job.begin:3"),  # all of them, none has a buddy
+    (3, "rank0:job.begin:3+rank1:job.begin:3+rank2:job.begin:3"),  # all of them, none has a buddy
     (1, "rank1:file.stamp:2"),
     (2, "rank2:file.stamped:3,rank2#2:job.met"),
 )
 MESH_CASES: tuple[tuple[str, int, Precision, str], ...] = (
-    ("dp=2,pp=2", 0, "float32", ",".join(f"rank{rank}:job.begin:3" for rank in range(4))),  # all of them
+    ("dp=2,pp=2", 0, "float32", "+".join(f"rank{rank}:job.begin:3" for rank in range(4))),  # all of them
     ("dp=2,tp=2", 0, "float32", "rank1:file.stamp:2,rank1#2:job.met"),
     ("dp=2", 0, "float16", "rank0:file.stamped:3,rank1:pipeline.compute:9"),
-    ("dp=2,tp=2", 3, "float32", ",".join(f"rank{rank}:job.begin:3" for rank in range(4))),
+    ("dp=2,tp=2", 3, "float32", "+".join(f"rank{rank}:job.begin:3" for rank in range(4))),
     ("dp=2,pp=2", 1, "float16", "rank2:file.stamped:3,rank1:pipeline.compute:15"),
 )
 SHRINK_CASES: tuple[tuple[str, int, Precision, str], ...] = (
     ("dp=3", 3, "float32", "rank1:job.begin:3"),
     ("dp=3", 0, "float32", "rank0:mirror.commit:3"),
-    ("dp=4", 1, "float32", "rank0:job.begin:4,rank1:job.begin:4"),  # at once: their files are there
+    ("dp=4", 1, "float32", "rank0:job.begin:4+rank1:job.begin:4"),  # at once: their files are there
     ("dp=4", 2, "float16", "rank3:file.stamped:3,rank1:mirror.resharded"),
     ("dp=3", 3, "float32", "rank2:file.stamp:3,rank0:mirror.divide"),
     ("dp=2,pp=2", 0, "float32", "rank1:mirror.forget,rank2:job.begin:3"),

@@ -176,7 +176,7 @@ def test_a_mesh_is_recut_part_by_part(
 
 
 def test_a_part_and_its_copy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:
-    data, fault = write_text(tmp_path / "text"), "rank0:job.begin:3,rank1:job.begin:3"
+    data, fault = write_text(tmp_path / "text"), "rank0:job.begin:3+rank1:job.begin:3"
     with pytest.raises(UserError, match="neither originals nor copies are left: a rank and its buddy"):
         small_jobs.run(
             tmp_path / "run", data, fault=fault, zero=3, mesh="dp=3", world_size=3, on_loss=OnLoss.SHRINK

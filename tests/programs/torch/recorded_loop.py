@@ -3,8 +3,8 @@
 Variables: OUT (the directory), LOADER (sampler, workers, ragged, each, iterable, stateful, none), WORKERS,
 MISSED (the version at which all ranks but 0 act as if they had not seen the votes), EPOCHS, EVERY and SAVE
 (after how many steps it is saved, beside them and before all go on), TO, KEEP, KEEP_EVERY and CODEC (where
-and how), RESUME, WIDTH (of the model), EXACT (the number of logical shares), DIES (all ranks do in the step
-after a checkpoint's pace is noted; see together.py).
+and how), RESUME, WIDTH (of the model), EXACT (the number of logical shares). If ZBMD_FAULT has the point
+`test.paced`, ranks pass it in the step after a checkpoint's pace is noted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ parallel: Any = importlib.import_module("torch.nn.parallel")
 LOADER = os.environ.get("LOADER", "sampler")
 EPOCHS, SAMPLES, SIZE = int(os.environ.get("EPOCHS", "2")), 50, 6
 WIDTH = int(os.environ.get("WIDTH", "8"))
+PACED = kill_points.declare("test.paced", "in a step, when the pace of a checkpoint is noted")
 
 
 class Streamed(data.IterableDataset):  # type: ignore[misc, name-defined]
@@ -76,8 +77,8 @@ def miss_votes(run: Any, version: int) -> None:
 
 
 def is_paced() -> dict[str, float]:
-    """Return whether the pace of a checkpoint is in the records, if all ranks are to die then."""
-    if "DIES" not in os.environ:
+    """Return whether the pace of a checkpoint is in the records, if ranks are to die then."""
+    if PACED not in os.environ.get(kill_points.FAULT_VARIABLE, ""):
         return {}
     records = Path(os.environ["OUT"]) / METRICS_NAME
     return {"paced": float(records.exists() and "checkpoint_every" in records.read_text())}
@@ -118,7 +119,7 @@ def main() -> None:
         run.mean(loss=loss, rank=dist.get_rank(), **is_paced())
         optimizer.step()
         if run.metrics.get("paced"):
-            kill_points.die()
+            kill_points.hit(PACED)
         print(f"step {run.steps} rank {dist.get_rank()}: {run.metrics['loss']!r}", flush=True)
 
     if LOADER == "none":

@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from programs import PROGRAMS
-
 from support.processes.kept_lines import Lines
 from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
 from zbmd.actors.cluster.jobs.reports import HostEvent, Observer, RankStarted, SpareReady
@@ -37,25 +35,19 @@ async def train(
     ranks: int = 3,
     more: Mapping[str, str] | None = None,
     *,
-    together: Path | None = None,
     preload: Sequence[str] = (),
     observer: Observer | None = None,
     **options: Any,
 ) -> tuple[RunResult, list[str]]:
     """Return how the run ended, and what its ranks printed. fault: of `ZBMD_FAULT`. more: variables.
 
-    together: a directory to be made, if all ranks are to be killed once all have come to where they are.
     preload: modules that are imported before ranks are forked, beside PyTorch's. observer: of the host.
     options: more of `HostConfig`.
     """
     variables = {"MODE": mode, **({"ZBMD_FAULT": fault} if fault else {}), **(more or {})}
     output = Lines()
-    target = (str(program),)
-    if together is not None:
-        target = (str(PROGRAMS / "torch/together.py"), str(together), str(ranks), *target)
     config = HostConfig(
-        target=target[0],
-        arguments=target[1:],
+        target=str(program),
         world_size=ranks,
         on_loss=OnLoss.REPLACE,
         arena_bytes=32 << 20,
@@ -118,26 +110,11 @@ async def survives_a_stop(program: Path, wanted: frozenset[str]) -> None:
     assert 1 in named and result.restarts and told <= wanted and final <= told, sorted(told - wanted)
 
 
-async def shrink(
-    program: Path,
-    fault: str,
-    ranks: int,
-    more: Mapping[str, str],
-    *,
-    together: tuple[Path, int] | None = None,
-) -> list[str]:
-    """Return what is printed by a run that goes on without the ranks that are killed.
-
-    together: a directory to be made, and how many ranks come to the point of the variable AT before one is
-    killed there.
-    """
+async def shrink(program: Path, fault: str, ranks: int, more: Mapping[str, str]) -> list[str]:
+    """Return what is printed by a run that goes on without the ranks that are killed."""
     output = Lines()
-    target = [str(program)]
-    if together is not None:
-        target = [str(PROGRAMS / "torch/together.py"), *map(str, together), *target]
     config = HostConfig(
-        target=target[0],
-        arguments=tuple(target[1:]),
+        target=str(program),
         world_size=ranks,
         on_loss=OnLoss.SHRINK,
         arena_bytes=32 << 20,

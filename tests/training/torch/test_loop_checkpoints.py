@@ -60,7 +60,7 @@ def told_in(lines: list[str]) -> list[str]:
 
 def all_of(point: str, ranks: int = RANKS) -> str:
     """A fault that kills all ranks, as a power cut does."""
-    return ",".join(f"rank{rank}:{point}" for rank in range(ranks))
+    return "+".join(f"rank{rank}:{point}" for rank in range(ranks))
 
 
 def require_tidy(out: Path, step: int) -> None:
@@ -91,7 +91,7 @@ async def test_a_job_that_is_lost_as_a_whole_goes_on_from_its_checkpoint(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     wanted, out = await undisturbed(program, mode), tmp_path / "run"
     more = {"OUT": str(out), "SAVE": "6"}
-    result, lines = await train(program, mode, all_of(point), more=more, together=tmp_path / "together")
+    result, lines = await train(program, mode, all_of(point), more=more)
     assert result.outcome is Outcome.FAILED, "\n".join(lines)
     assert read_names(out / SHARDS_NAME).version == 6
     logged = [record.version for record in read_log(out / LOG_NAME)[1]]
@@ -134,8 +134,7 @@ async def test_a_loop_measures_when_its_checkpoints_are_due(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     out = tmp_path / "run"
     more = {"OUT": str(out), "EVERY": "auto", "EPOCHS": "20"}
-    together = tmp_path / "together"
-    result, lines = await train(RECORDED, "", ranks=2, more={**more, "DIES": "1"}, together=together)
+    result, lines = await train(RECORDED, "", all_of("test.paced", 2), ranks=2, more=more)
     assert result.outcome is Outcome.FAILED, "\n".join(lines)
     assert read_names(out / SHARDS_NAME).version == FIRST_STEPS
     result, lines = await train(RECORDED, "", "rank0:loop.begin:2", ranks=2, more={**more, "RESUME": "1"})
@@ -178,7 +177,7 @@ async def test_shards_are_read_by_another_number_of_ranks(
     assert len(begins) == 2 and set(begins) == ends
     require_tidy(tmp_path / "run", 4 + 6)
     half = {"OUT": str(tmp_path / "half"), "SAVE": "2"}
-    await train(FSDP, "plain", all_of("loop.begin:4"), more=half, together=tmp_path / "together")
+    await train(FSDP, "plain", all_of("loop.begin:4"), more=half)
     result, lines = await train(FSDP, "plain", ranks=2, more={**half, "RESUME": "1"})
     assert result.outcome is Outcome.FAILED
     assert sum("in the middle of a pass" in line and "start 3 ranks" in line for line in lines) >= 2, lines

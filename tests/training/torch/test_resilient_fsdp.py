@@ -108,7 +108,7 @@ async def test_an_update_that_communicates_is_made_by_all_or_by_none(
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("rank0:loop.prepared:4,rank1:loop.prepared:4", r"ranks 0 and 1 are lost together"),
+        ("rank0:loop.prepared:4+rank1:loop.prepared:4", r"ranks 0 and 1 are lost together"),
         ("rank1:loop.begin:5,rank2:loop.give:2", r"ranks 1 and 2 are lost together"),
         ("rank0:loop.give:1", r"rank 0 is lost before rank 1 had a copy of its shard"),
     ],

@@ -79,8 +79,8 @@ async def test_another_number_of_ranks_goes_on_in_the_middle_of_a_pass(
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     wanted, out = await of_four(tmp_path / "four"), tmp_path / "run"
     more = {"OUT": str(out), "EXACT": "4", "SAVE": "2"}
-    fault = ",".join(f"rank{rank}:loop.begin:4" for rank in range(4))
-    result, lines = await train(PROGRAM, "plain", fault, 4, more, together=tmp_path / "together")
+    fault = "+".join(f"rank{rank}:loop.begin:4" for rank in range(4))
+    result, lines = await train(PROGRAM, "plain", fault, 4, more)
     assert result.outcome is Outcome.FAILED, "\n".join(lines)
     result, lines = await train(PROGRAM, "plain", ranks=2, more={**more, "RESUME": "1"})
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(lines)

@@ -87,9 +87,9 @@ async def test_a_part_that_all_have_received_counts_although_nobody_has_seen_so(
 ) -> None:
     """One of three dies that have received their parts: the two divide those again."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    more = {"OUT": str(tmp_path / "run"), "WHOLE": "1", "AT": "loop.divided"}
-    fault, together = "rank1:loop.begin:3,rank0:loop.divided:1", (tmp_path / "together", 3)
-    lines = await shrink(PROGRAM, fault, 4, more, together=together)  # rank 0's copy is lost with rank 1
+    more = {"OUT": str(tmp_path / "run"), "WHOLE": "1"}
+    fault = "rank1:loop.begin:3,rank0:loop.divided+~rank2:loop.divided+~rank3:loop.divided"
+    lines = await shrink(PROGRAM, fault, 4, more)  # rank 0's copy is lost with rank 1
     ends = [line.partition("ends with ")[2] for line in lines if "ends with" in line]
     assert len(ends) == 2 and len(set(ends)) == 1, "\n".join(lines)
     wanted = await undisturbed(tmp_path / "whole", "plain", 4)
@@ -141,12 +141,9 @@ async def test_a_rank_and_its_buddy_together_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
-    output, fault = Lines(), "rank1:loop.prepared:3,rank2:loop.prepared:3"
+    output, fault = Lines(), "rank1:loop.prepared:3+rank2:loop.prepared:3"
     config = HostConfig(
-        target=str(
-            PROGRAMS / "torch/together.py"
-        ),  # one alone would shrink the run, and the other's buddy be rank 0
-        arguments=(str(tmp_path / "together"), "2", str(PROGRAM)),
+        target=str(PROGRAM),
         world_size=3,
         on_loss=OnLoss.SHRINK,
         arena_bytes=32 << 20,

@@ -36,6 +36,8 @@ OPTIONS = (
     *("--checkpoint-every", "0"),
 )
 HOLDER = "zbmd-snapshots"
+PATIENT = ("--recovery-budget", "1min")
+"""For runs over several nodes: none that gets no processor for a while counts as gone."""
 CALM: dict[tuple[bytes, tuple[str, ...]], str] = {}
 """The weights of undisturbed runs, by their text and options."""
 

@@ -17,6 +17,7 @@ from support.jobs.held_runs import (
     GATED,
     HOLDER,
     OPTIONS,
+    PATIENT,
     STEPS,
     kill_all,
     last_committed,
@@ -47,7 +48,7 @@ def nodes(
         running = list[Running]()
         for node in range(2):
             number = ("--node-rank", str(node)) if numbered else ()
-            options = ("run", "--nnodes", "2", *number, "--rdzv-endpoint", endpoint, "-n", "1")
+            options = ("run", *PATIENT, "--nnodes", "2", *number, "--rdzv-endpoint", endpoint, "-n", "1")
             words = (*options, *GATED, "train", *OPTIONS, "--out", "run", *more)
             running.append(stack.enter_context(started(launcher, *words, gates=gates)))
         yield running

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.cluster.etcd_server import free_ports
 from support.jobs.held_loops import DDP, FSDP, check_bits, command, end_of, holders, variables, whole_at
-from support.jobs.held_runs import kill_all, started
+from support.jobs.held_runs import PATIENT, kill_all, started
 from support.processes.launch_fixtures import launcher, template
 from support.processes.launcher import TIMEOUT_S, Running, assert_no_socket
 
@@ -40,7 +40,7 @@ def nodes(launcher: Launcher, program: Path, fault: str = "") -> Generator[list[
     with ExitStack() as stack:
         running = list[Running]()
         for node in range(NODES):
-            place = ("--nnodes", str(NODES), "--node-rank", str(node), "--rdzv-endpoint", endpoint)
+            place = (*PATIENT, "--nnodes", str(NODES), "--node-rank", str(node), "--rdzv-endpoint", endpoint)
             words = command(program, 1, *place)
             running.append(stack.enter_context(started(launcher, *words, **variables(fault))))
             running[-1].deadline_s += TIMEOUT_S  # both import PyTorch, at once

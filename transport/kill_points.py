@@ -42,7 +42,7 @@ FAULT_VARIABLE = "ZBMD_FAULT"
 MAX_ENTRIES = 64
 """Kills, in all entries."""
 TOGETHER_S_MAX: Final = 120.0
-"""How long a process waits for the others of its entry, until it is killed alone."""
+"""The time that a process waits for the others of its entry, until it is killed alone."""
 _POLL_S: Final = 0.005
 
 _POINT = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*")
@@ -78,7 +78,7 @@ class Fault:
 
 @dataclass(slots=True)
 class _Meeting:
-    """The kills of one entry of a job. Whoever comes listens at an address, which ends with its process."""
+    """The kills of one entry of a job. A process that comes listens at an address, which ends with its process."""
 
     job: int
     kills: Sequence[Fault]

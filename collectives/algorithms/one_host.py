@@ -34,7 +34,7 @@ LAG = 3
 SWAP_SLOTS = 2 * LAG + 2
 """Inbox slots for each peer where all ranks put at the same pace."""
 PACED_SLOTS = 8
-"""Inbox slots for a peer that is told when they are free."""
+"""Inbox slots for a peer that is notified when they are free."""
 ROOT_SLOTS = 4
 """Inbox slots of the root of `shared_reduce` for each peer."""
 ROOT_PARTS, PEER_PARTS = 1, 2

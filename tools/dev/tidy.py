@@ -67,6 +67,7 @@ CONFINED_IMPORTS: dict[str, tuple[str, ...]] = {
         "tools/lab/gpu/*",
         "tools/lab/bench/training/engine.py",
         "tools/lab/bench/training/loops.py",
+        "tools/chaos/soak_stragglers.py",
         "tools/lab/torch_suite/*",
         "tests/*",
     ),

@@ -179,7 +179,7 @@ class StageRings:
         self._memory, self._own = own, own.arrays
         self._said: Counts = {}
         self._heard: Counts = {}
-        """What this stage and its neighbours have reported under earlier programs of this epoch."""
+        """Counts that this stage and its neighbours have reported under earlier programs of this epoch."""
         self._regions: dict[Boundary, RemoteRegion] = {}
         self._towards: dict[int, RemoteRegion] = {}
         self._require_fresh()

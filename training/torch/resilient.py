@@ -71,27 +71,15 @@ def resilient(
             )
     if out is None and (checkpoint_every or resume):
         raise UserError("zbmd.torch.resilient(checkpoint_every=…, resume=…) needs a directory: give it out=…")
-    if checkpoint_codec not in {codec.value for codec in Codec}:
-        raise UserError(
-            f"zbmd.torch.resilient(checkpoint_codec=…): expected none or zstd, got {checkpoint_codec!r}"
-        )
-    saves = Saves(
-        where=str(checkpoint_to or out or ""),
-        every=checkpoint_every,
-        retention=Retention(keep_checkpoints, keep_every),
-        codec=Codec(checkpoint_codec),
-    )
-    saves.check()
-    every = _ops_every(profile_ops, out is not None)
-    where, policy = None if out is None else Path(out), require_choice(on_straggler)
+    retention = Retention(keep_checkpoints, keep_every)
     options = Options(
-        out=where,
-        saves=saves,
+        out=None if out is None else Path(out),
+        saves=_saves(str(checkpoint_to or out or ""), checkpoint_every, retention, checkpoint_codec),
         resume=resume,
         exact=exact,
         mirror=mirror,
-        on_straggler=policy,
-        profile_ops=every,
+        on_straggler=require_choice(on_straggler),
+        profile_ops=_ops_every(profile_ops, out is not None),
     )
     try:
         return Run(models, optimizers, others, seed, options)
@@ -99,6 +87,15 @@ def resilient(
         if isinstance(error, UserError):
             raise
         raise as_torch_error(error) from error
+
+
+def _saves(where: str, every: Every, retention: Retention, codec: str) -> Saves:
+    """Return what is asked of checkpoints. Raises `UserError`."""
+    if codec not in {known.value for known in Codec}:
+        raise UserError(f"zbmd.torch.resilient(checkpoint_codec=…): expected none or zstd, got {codec!r}")
+    saves = Saves(where=where, every=every, retention=retention, codec=Codec(codec))
+    saves.check()
+    return saves
 
 
 def _ops_every(given: int | None, is_recorded: bool) -> int:

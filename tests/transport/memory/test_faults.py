@@ -143,7 +143,7 @@ def passed(killed: subprocess.Popen[str]) -> int:
 
 
 def test_processes_of_an_entry_wait_for_each_other_and_die() -> None:
-    """Whoever comes first waits; one of another job is not meant."""
+    """The one that comes first waits; one of another job is not meant."""
     spec, job = "rank0:a.here+rank1:a.there:2+rank2:a.here:2,rank1:a.there:4", secrets.randbits(63)
     with victim(spec, "rank2", job ^ 1) as other, victim(spec, "rank0", job) as first:
         wait_until(lambda: has_come(job, 0))

@@ -109,7 +109,7 @@ class Named:
     """A rank is slow. factor: its working time of late, beside what is usual; incarnation: of the rank.
 
     past: whether it is slow beside its own past; peers: beside ranks with equal work. together: all ranks
-    whose links are slow at once, of which `rank` is the first: between two hosts neither end can be told from
+    whose links are slow at once, of which `rank` is the first: between two hosts neither end differs from
     the other. Empty of a rank that is slow by itself.
     """
 
@@ -208,14 +208,14 @@ class StragglerMachine:
         self._entered = Entered(ranks=(), shards=(), alike=())
         self._scores: Scores | None = None
         self._links, self._together = _SharedLinks(0), tuple[int, ...]()
-        """What finds links that are slow at both ends; and the ranks that are named for them."""
+        """Finds links that are slow at both ends; and the ranks that are named for them."""
         self._seen = self._judged = 0
         self._named: dict[tuple[int, int], Cause] = {}
         """By place and row."""
         self._usual: Floats = np.zeros((0, 0))
         self._late: Floats = np.zeros((0, 0))
         self._lost: Floats = np.zeros(0)
-        """What each rank lost of a step of late to other processes, the hypervisor and quotas."""
+        """Time of a step that each rank lost of late to other processes, the hypervisor and quotas."""
         self._gathered: list[Floats] = []
         """Samples of steps that are not judged yet."""
         self._gathered_ns = 0.0

@@ -21,12 +21,12 @@ modes: Any = importlib.import_module("torch.utils._python_dispatch")
 SHAPES_MAX: Final = 4
 """Tensors that a call is given, and that its row names."""
 KNOWN_MAX: Final = 1 << 14
-"""Calls with other arguments; those of any further ones are told again each time."""
+"""Calls with other arguments; those of any further ones are described again each time."""
 LEFT_OUT: Final = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "profiler"})
 """Namespaces of calls that compute nothing: of operations the groups know more, and of labels nobody needs
 to."""
 UNFILLED: Final = ("empty", "new_empty")
-"""How ops are called whose result nobody has written."""
+"""Names of ops whose result nobody has written."""
 
 _in_backward: Final[Callable[[], int]] = torch._C._current_graph_task_id
 _records_gradients: Final[Callable[[], bool]] = torch.is_grad_enabled

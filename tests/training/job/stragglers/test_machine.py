@@ -84,7 +84,7 @@ def test_a_slow_rank_is_named_once_with_its_cause_and_cleared(
 def together(
     ranks: int, *, trip: float = 1.0, wait_ns: float = 0.0, linked: int | None = None, jitter: float = 0.3
 ) -> list[StragglerAction]:
-    """Return what is told of links whose round trips grow so many times, and waits by so much, at once."""
+    """Return the reports on links whose round trips grow so many times, and waits by so much, at once."""
     draw, machine = np.random.default_rng(8), StragglerMachine()
     machine.handle(Entered(ranks=tuple(range(3, 3 + ranks)), shards=(2,) * ranks, alike=(0,) * ranks))
     found: list[StragglerAction] = []

@@ -10,7 +10,7 @@
 The last two have 1 GiB of state a rank: 12 bytes a parameter, float32 with two moments, all on each rank or a
 half. `cost` makes steps of the same model without and with `zbmd.torch.resilient` in turns, in the same
 processes. `recovery` kills a rank again and again in one run, each time after some steps, and with
-`--spare-ranks` once so many spares wait.
+`--spare-ranks` once so many spares wait, and says what the phases between took.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import importlib
 import os
 import random
+import resource
 import signal
 import statistics
 import sys
@@ -30,7 +31,7 @@ from typing import Any, Final
 import uvloop
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.cluster.jobs.reports import HostEvent, RankStarted, SpareLost, SpareReady
+from zbmd.actors.cluster.jobs.reports import HostEvent, RankDown, RankStarted, SpareLost, SpareReady
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
@@ -43,6 +44,7 @@ KINDS: Final = ("ddp", "fsdp2")
 STEPS_BEFORE: Final = 4
 """Undisturbed steps before each kill."""
 WARMUP: Final = 3
+LAST_PHASE: Final = "step"
 HELD_S: Final = 60.0
 """The time for which the state outlives a run that fails."""
 
@@ -58,6 +60,7 @@ class Trained:
         self._torch.manual_seed(0)
         nn = self._torch.nn
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        _passed("model")
         if kind == "ddp":
             self.model = importlib.import_module("torch.nn.parallel").DistributedDataParallel(model)
         else:
@@ -70,6 +73,7 @@ class Trained:
             self.model = fsdp.fully_shard(model, mesh=mesh)
         self.optimizer = self._torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._x = self._torch.randn(64, width)
+        _passed(kind)
 
     def step(self) -> None:
         """Make a step."""
@@ -82,18 +86,25 @@ def rank_main() -> None:
     """Run a rank: kind, what, width, layers, turns, steps."""
     kind, what, *numbers = sys.argv[1:]
     width, layers, turns, steps = map(int, numbers)
+    _passed("begun")
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
     loops: Any = importlib.import_module("zbmd.torch")
     torch.set_num_threads(1)
+    _passed("imports")
     dist.init_process_group("zbmd")
+    _passed("group")
     plain = Trained(kind, width, layers) if what == "cost" else None
     ours = Trained(kind, width, layers)
     run = loops.resilient(ours.model, ours.optimizer)
+    _passed("state")
     if plain is None:
         continuity: Any = importlib.import_module("zbmd.collectives.torch.continuity").CONTINUITY
+        first = run.steps
         while run.steps < steps:
             run.call(ours.step)
+            if run.steps == first + 1:
+                _passed("step")
             print(f"step {run.steps} {continuity.epoch} {time.monotonic_ns()}", flush=True)
         return
     plain_step, our_step = plain.step, lambda: run.call(ours.step)
@@ -105,6 +116,13 @@ def rank_main() -> None:
     dist.destroy_process_group()
 
 
+def _passed(phase: str) -> None:
+    """Print that a phase of this process has ended: the time, its CPU time (ns) and its page faults."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_ns = round((used.ru_utime + used.ru_stime) * 1e9)
+    print(f"phase {os.getpid()} {phase} {time.monotonic_ns()} {cpu_ns} {used.ru_minflt}", flush=True)
+
+
 def _timed(step: Callable[[], object], steps: int) -> int:
     """Return the nanoseconds of so many steps."""
     began = time.monotonic_ns()
@@ -114,6 +132,61 @@ def _timed(step: Callable[[], object], steps: int) -> int:
 
 
 # ---- beside them
+
+
+@dataclass(slots=True)
+class Phases:
+    """What passes between a kill and the end of the replacement's first step, one kill after the other."""
+
+    found: dict[str, list[tuple[float, float, int]]] = field(
+        default_factory=dict[str, list[tuple[float, float, int]]]
+    )
+    """Of each phase: seconds, CPU seconds of the replacement, its page faults."""
+    _last_ns: int = 0
+    _pid: int = 0
+    _used: tuple[int, int] = (0, 0)
+    """CPU time (ns) and page faults of the replacement by the last phase."""
+    _early: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+
+    def begin(self, at_ns: int) -> None:
+        """A rank is killed."""
+        self._last_ns, self._pid, self._used = at_ns, 0, (0, 0)
+
+    def host(self, phase: str, at_ns: int, pid: int = 0) -> None:
+        """Take what the host has seen: the end of a process, or the start of the replacement `pid`."""
+        if not self._last_ns:
+            return
+        self._end(phase, at_ns, 0, 0)
+        if pid:
+            self._pid = pid
+            early, self._early = self._early, []
+            for _, line in sorted(early):
+                self.rank(line)
+
+    def rank(self, line: str) -> None:
+        """Take a line of `_passed`, which may come before the host's report of the process."""
+        _, pid, phase, *numbers = line.split()
+        at_ns, cpu_ns, faults = map(int, numbers)
+        if int(pid) != self._pid:
+            self._early.append((at_ns, line))
+            return
+        (cpu_before, faults_before), self._used = self._used, (cpu_ns, faults)
+        if at_ns > self._last_ns > 0:  # a spare has passed some of them before
+            self._end(phase, at_ns, cpu_ns - cpu_before, faults - faults_before)
+            self._last_ns = 0 if phase == LAST_PHASE else self._last_ns
+
+    def _end(self, phase: str, at_ns: int, cpu_ns: int, faults: int) -> None:
+        row = (at_ns - self._last_ns) / 1e9, cpu_ns / 1e9, faults
+        self.found.setdefault(phase, []).append(row)
+        self._last_ns = max(self._last_ns, at_ns)
+
+    def table(self) -> list[str]:
+        """Return a line for each phase: medians of the time, the CPU time, and the page faults."""
+        return [
+            f"  {phase:8}{took:6.2f} s; the replacement's CPU {cpu:5.2f} s, {faults:9,.0f} page faults"
+            for phase, rows in self.found.items()
+            for took, cpu, faults in [map(statistics.median, zip(*rows, strict=True))]
+        ]
 
 
 @dataclass(slots=True)
@@ -132,9 +205,14 @@ class Watch:
     _calm: int = 0
     _killed_ns: int = 0
     _waiting: int = 0
+    phases: Phases = field(default_factory=Phases)
 
     async def observe(self, event: HostEvent) -> None:
-        """Count the spares that wait for a rank."""
+        """Note deaths and starts, and count the spares that wait for a rank."""
+        if isinstance(event, RankDown):
+            self.phases.host("death", event.confirmed_ns)
+        if isinstance(event, RankStarted):
+            self.phases.host("spare" if event.was_spare else "fork", event.at_ns, event.pid)
         self._waiting += isinstance(event, SpareReady)
         self._waiting -= isinstance(event, SpareLost) or (isinstance(event, RankStarted) and event.was_spare)
 
@@ -142,6 +220,8 @@ class Watch:
         """Take a line."""
         text = line.text.decode(errors="replace")
         self.lines.append(text)
+        if text.startswith("phase "):
+            self.phases.rank(text)
         if text.startswith("step ") and self.kills:
             _, _, epoch, at_ns = text.split()
             self._stepped(int(epoch), int(at_ns))
@@ -168,6 +248,7 @@ class Watch:
                 return
             self._last = max(self._last, (epoch, at_ns))
             self._killed_ns = time.monotonic_ns()
+            self.phases.begin(self._killed_ns)
             os.kill(self.host.ranks[self.rng.randrange(ranks)].pid, signal.SIGKILL)
 
 
@@ -243,7 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             step_s = statistics.median(watch.steps_s)
             told = ", ".join(f"{each:.2f}" for each in watch.recoveries_s)
-            print(f"{words}, step {step_s:.3f} s, from kill to the next committed step {told} s", flush=True)
+            print(f"{words}, step {step_s:.3f} s, from kill to the next committed step {told} s")
+            print("\n".join(watch.phases.table()), flush=True)
     return 0
 
 

@@ -14,17 +14,22 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from zbmd.collectives.communicator.operations import timeout_ns
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.tensors import bytes_over, tensor_text
+from zbmd.collectives.native._messages import Request
+from zbmd.collectives.torch.tensors import Array, bytes_over, tensor_text
 from zbmd.training.torch import points
 from zbmd.training.torch.encoding import decode, dtype_named, encode, name_of
 from zbmd.training.torch.rollback import Boundary, hyperparameters, load, restore_hyperparameters
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import RemoteProtocolError, UserError
+from zbmd.transport.memory.ahead import mapped_ahead
 
 torch: Any = importlib.import_module("torch")
 
 TAG: Final = 0
+LABEL: Final = b"uint8[]"
+"""Of each message between ranks of one host."""
 HEADER_BYTES_MAX: Final = 1 << 30
 
 
@@ -111,15 +116,51 @@ def send_tree(group: Group, to: int, state: Any, what: str, own: Sequence[tuple[
     tree, inner = encode(state, what)
     shapes = [Shape(name_of(tensor.dtype), list(tensor.shape)) for tensor in inner]
     header = msgspec.msgpack.encode(Header(tree, shapes, [described(name, one) for name, one in own]))
-    blocking = group.blocking
-    blocking.send(np.array([len(header)], np.int64), to, tag=TAG)
-    blocking.send(np.frombuffer(header, np.uint8).copy(), to, tag=TAG)
+    sending = _Sending(group, to)
+    sending.send(np.array([len(header)], np.int64).view(np.uint8))
+    sending.send(np.frombuffer(header, np.uint8).copy())
     tensors = [tensor for _, tensor in own] + inner
     for number, tensor in enumerate(tensors):
         if number == len(tensors) // 2:
+            sending.finish()
             faults.hit(points.GIVE)
-        if tensor.numel():
-            blocking.send(bytes_over(tensor.detach().contiguous()), to, tag=TAG)
+        sending.send(bytes_over(tensor.detach().contiguous()))
+    sending.finish()
+
+
+class _Sending:
+    """Arrays of bytes on their way to rank `to`, all at once if it can read this rank's memory."""
+
+    def __init__(self, group: Group, to: int) -> None:
+        self._group, self._to = group, to
+        self._requests: list[Request] = []
+
+    def send(self, data: Array) -> None:
+        """Send an array, which must not change before `finish`. Raises as `Group.send` does."""
+        direct = self._group.direct
+        if not data.size:
+            return
+        if direct is None:
+            self._group.blocking.send(data, self._to, tag=TAG)
+        else:
+            self._requests.append(direct.send(data, self._to, TAG, LABEL, timeout_ns(None)))
+
+    def finish(self) -> None:
+        """Return once all of them have been received. Raises as `Group.send` does."""
+        direct, requests = self._group.direct, self._requests
+        while direct is not None and requests:
+            direct.wait(requests.pop(0))
+
+
+def _receive(group: Group, source: int, into: Array) -> None:
+    """Receive an array of bytes that `_Sending` sends. Raises as `Group.recv` does."""
+    direct = group.direct
+    if not into.size:
+        return
+    if direct is None:
+        group.blocking.recv(source, tag=TAG, out=into)
+    else:
+        direct.wait(direct.receive(into, source, TAG, LABEL, timeout_ns(None)))
 
 
 def take(
@@ -136,32 +177,40 @@ def take(
     return loaded(receive_tree(group, source, own), optimizers, boundary)
 
 
-def receive_tree(group: Group, source: int, own: Sequence[tuple[str, Any]] = ()) -> Any:
-    """Receive what `send_tree` sends: the tensors `own` in their place. Raises as `take` does."""
-    blocking = group.blocking
+def receive_tree(
+    group: Group, source: int, own: Sequence[tuple[str, Any]] = (), into: Sequence[Any] = ()
+) -> Any:
+    """Receive what `send_tree` sends: the tensors `own` in their place. Raises as `take` does.
 
-    def receive(into: Any) -> None:
-        if into.size:
-            blocking.recv(source, tag=TAG, out=into)
-
+    into: memory for the first ones of the others, where their dtypes and shapes are those.
+    """
     size = np.zeros(1, np.int64)
-    receive(size)
+    _receive(group, source, size.view(np.uint8))
     if not 0 < size[0] <= HEADER_BYTES_MAX:
         raise RemoteProtocolError(f"a header of {size[0]} bytes came before the state of a loop")
     data = np.zeros(size[0], np.uint8)
-    receive(data)
+    _receive(group, source, data)
     header = decode_header(data.tobytes())
     require_same([described(name, tensor) for name, tensor in own], header.own)
-    for _, tensor in own:
-        flat = tensor.detach().contiguous()
-        receive(bytes_over(flat))
-        if flat.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                tensor.detach().copy_(flat)
-    inner = [empty(shape) for shape in header.tensors]
-    for tensor in inner:
-        receive(bytes_over(tensor))
+    first = [_fitting(*pair) for pair in zip(into, header.tensors, strict=False)]
+    inner = [*first, *map(empty, header.tensors[len(first) :])]
+    arrays = [bytes_over(tensor) for tensor in inner]
+    with mapped_ahead(arrays):
+        for _, tensor in own:
+            flat = tensor.detach().contiguous()
+            _receive(group, source, bytes_over(flat))
+            if flat.data_ptr() != tensor.data_ptr():
+                with torch.no_grad():
+                    tensor.detach().copy_(flat)
+        for array in arrays:
+            _receive(group, source, array)
     return decode(header.tree, inner)
+
+
+def _fitting(tensor: Any, shape: Shape) -> Any:
+    """Return the tensor, or a new one if another is to be received."""
+    fits = tensor.is_contiguous() and (name_of(tensor.dtype), [*tensor.shape]) == (shape.dtype, shape.shape)
+    return tensor.detach() if fits else empty(shape)
 
 
 def decode_header(data: bytes) -> Header:

@@ -112,7 +112,8 @@ class Shard:
                         f"the model differs between ranks: {name} is {mine.dtype}{[*mine.shape]} on the "
                         f"replacement, {given.dtype}{[*given.shape]} was kept"
                     )
-                mine.detach().copy_(given)
+                if mine.data_ptr() != given.data_ptr():
+                    mine.detach().copy_(given)
         for optimizer in self.optimizers:
             optimizer.state.clear()
         for own, values in zip(self.updated, moments, strict=True):
@@ -123,12 +124,19 @@ class Shard:
 
 
 def placed(value: Any, parameter: Any) -> Any:
-    """Return a moment as the optimizer has it: sharded as its parameter, or plain."""
+    """Return a moment, which becomes the optimizer's own: sharded as its parameter, or plain."""
     if not belongs_to_shard(value, parameter):
         return value
-    placed = torch.zeros_like(parameter.detach(), dtype=value.dtype)
-    local_of(placed).copy_(value)
-    return placed
+    if value.stride() != local_of(parameter).stride():
+        value = torch.empty_like(local_of(parameter).detach(), dtype=value.dtype).copy_(value)
+    return type(parameter.data).from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _checked(shard: Shard, state: Any) -> tuple[list[Any], list[dict[str, Any]]]:

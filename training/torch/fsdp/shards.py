@@ -238,7 +238,9 @@ class Shards:
 
     def receive(self, group: Group, what: What, source: int) -> None:
         """Receive this rank's shard, or the copy that it is to keep. Raises as `Group.recv` does."""
-        state = receive_tree(group, source)
+        # A fresh rank's parameters count for nothing: they are received where they are computed with.
+        into = [local_of(each).detach() for each in self._own.parameters] if what is not What.COPY else []
+        state = receive_tree(group, source, into=into)
         if what is not What.COPY:
             self._own.load(state)
             if self.mirror is not None:

@@ -51,6 +51,7 @@ class KeptBuckets:
                 )
         self._flags = self.flags
         self._plans = [_plan_of(model) for model in self._models]
+        self._are_checked = False
         self._install()
 
     @property
@@ -107,7 +108,7 @@ class KeptBuckets:
     def _install(self) -> None:
         for model, plan in zip(self._models, self._plans, strict=True):
             reducer = model.reducer
-            if plan is None or (buckets_of(model) == plan and model._has_rebuilt_buckets):
+            if plan is None or (model._has_rebuilt_buckets and buckets_of(model) == plan):
                 continue
             answers = (
                 torch.tensor([*(index for bucket in plan for index in bucket), len(plan)], dtype=torch.int32),
@@ -116,8 +117,10 @@ class KeptBuckets:
             reducer._push_all_rebuilt_params()
             with CONTINUITY.answering(answers):
                 model._has_rebuilt_buckets = bool(reducer._rebuild_buckets())
-            if buckets_of(model) != plan:
+            # PyTorch tells the buckets with zeros of all gradients, which takes long: once is enough.
+            if not self._are_checked and buckets_of(model) != plan:
                 raise LocalProtocolError(f"DDP has buckets {buckets_of(model)}, and {plan} were installed")
+        self._are_checked = True
 
 
 def _plan_of(model: Any) -> list[list[int]] | None:

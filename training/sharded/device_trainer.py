@@ -7,7 +7,8 @@ the process. A view begins with a copy back from the slot in use, whoever filled
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,8 @@ from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, MeshGroups
 from zbmd.training.job.step_order import Computed
+from zbmd.training.model.gpt import Batch
+from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite, squared_as_kernel
@@ -71,6 +74,13 @@ class DeviceTrainer(ReplicatedTrainer):
         for name, array in zip(self._arrays, self._held, strict=True):
             run.upload(getattr(self.state, name), array)
         run.copy(self._device(self.params), self._held[0])
+
+    def _batches(self, shards: Sequence[int]) -> Sequence[Batch]:
+        """Return the batches of these logical shards; those of the next step are uploaded beside this one."""
+        batches, whole = super()._batches(shards), self.recipe.model.whole_step
+        if isinstance(whole, FusedSteps):
+            whole.follow(batches, partial(self._loader.ahead, self.step + 1, shards))
+        return batches
 
     def _device(self, array: Array) -> DeviceArray:
         return cast(DeviceArray, array)

@@ -77,6 +77,15 @@ class BatchLoader:
                 self._look_ahead(step + 1, asked)
         return self._last[2]
 
+    def ahead(self, step: int, shards: Sequence[int]) -> Sequence[Batch]:
+        """Return the batches of a step that comes later, and keep them for it; none after the last step."""
+        if step >= self._recipe.config.steps:
+            return ()
+        asked, kept = tuple(shards), Future[Loaded]()
+        kept.set_result(self._found(step, asked))
+        self._ahead = step, asked, kept
+        return kept.result().batches
+
     def _found(self, step: int, shards: tuple[int, ...]) -> Loaded:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[:2] == (step, shards):

@@ -10,7 +10,7 @@ from support.devices.cuda_model import ModelHost
 from support.devices.cuda_model_launches import ModelLaunch
 from support.devices.kernel_numbers import by_numpy, nothing_compiled
 
-from zbmd.tools.lab.gpu import engine
+from zbmd.tools.lab.gpu import engine, overlap
 from zbmd.training.config import GPTConfig
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.transport.errors import UserError
@@ -24,6 +24,7 @@ def test_gradients_and_graphs_pass_on_the_model() -> None:
     assert engine.graph(run, 64, launches=5).startswith("5 launches: ")
     told = engine.fused(run, MODEL)
     assert re.search(r"same bits when replayed; tape \d\d launches, .*; fused 1 launches", told), told
+    assert overlap.uploads(run, MODEL).startswith("12 batches, the same bits; ")
 
 
 def test_a_wrong_kernel_is_found() -> None:

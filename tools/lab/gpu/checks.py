@@ -26,7 +26,7 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.bench.run_ranks import run_ranks
 from zbmd.tools.chaos.soak_operators import FlakyDevice
 from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
-from zbmd.tools.lab.gpu import engine
+from zbmd.tools.lab.gpu import engine, overlap
 from zbmd.tools.lab.gpu.job import survive_kills
 from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import GPTConfig
@@ -462,6 +462,12 @@ CHECKS: Final = (
         needs=Needs(),
         would="compute steps by a fused graph and by the tape, replay the graph, and time both",
         run=lambda: engine.fused(engine.on_gpu()),
+    ),
+    Check(
+        name="engine, uploads",
+        needs=Needs(),
+        would="upload batches beside the step before them, and compare the bits",
+        run=lambda: overlap.uploads(engine.on_gpu()),
     ),
     Check(
         name="engine, job",

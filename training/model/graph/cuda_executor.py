@@ -7,6 +7,7 @@ is read from one block of device memory, so launches can be captured in a CUDA g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -20,31 +21,46 @@ from zbmd.training.model.graph.trace import Traced
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out, Pool
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.operators import NOISE_HEAD, CudaOperators, noise_numbers, rows_by_token
+from zbmd.training.ops.cuda.transfers import UploadAhead
 from zbmd.transport.errors import UserError
 
 
 class _Inputs:
-    """Arrays in one block of device memory, which one copy fills."""
+    """Arrays in one block of device memory, whose next contents are uploaded while kernels read these."""
 
     def __init__(self, executor: Executor, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> None:
-        self._executor = executor
         starts, end = dict[str, int](), 0
         for name, (count, dtype) in sizes.items():
             starts[name] = end
             end += -(-count * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
-        self._staged = np.zeros(end, np.uint8)
         self._block = executor.empty(end, np.uint8)
-        self.host: Final[dict[str, npt.NDArray[Any]]] = {}
+        self._ahead = UploadAhead(executor, self._block)
+        self._sizes, self._starts = sizes, starts
         self.device: Final[dict[str, DeviceArray]] = {}
         for name, (count, dtype) in sizes.items():
-            kind, at = np.dtype(dtype), starts[name]
-            self.host[name] = self._staged[at : at + count * kind.itemsize].view(kind)
-            address, base = self._block.address + at, self._block.base
-            self.device[name] = DeviceArray(executor, address, (count,), kind, base)
+            address, base = self._block.address + starts[name], self._block.base
+            self.device[name] = DeviceArray(executor, address, (count,), np.dtype(dtype), base)
 
-    def upload(self) -> None:
-        """Copy what `host` holds now, in the order of the stream."""
-        self._executor.upload(self._staged, self._block)
+    def upload(self, key: object, fill: Callable[[dict[str, npt.NDArray[Any]]], None]) -> None:
+        """Begin to upload what `fill` writes into host arrays, beside what runs, unless that has begun."""
+
+        def write(room: npt.NDArray[np.uint8]) -> None:
+            fill(
+                {
+                    name: room[self._starts[name] :][: count * np.dtype(dtype).itemsize].view(dtype)
+                    for name, (count, dtype) in self._sizes.items()
+                }
+            )
+
+        self._ahead.upload(key, write)
+
+    def take(self, key: object) -> None:
+        """Put what was uploaded for `key` where kernels read it, in the order of the stream."""
+        self._ahead.take(key)
+
+    def close(self) -> None:
+        """Give page-locked memory back. The device is done with it."""
+        self._ahead.close()
 
 
 class CudaGraphRun:
@@ -88,7 +104,7 @@ class CudaGraphRun:
             for number, rows in self._embedded().items()
             if graph.values[number].source == "constant"
         }
-        self.losses: Final = executor.empty(self._inputs.host["targets"].size, np.float32)
+        self.losses: Final = executor.empty(self._inputs.device["targets"].size, np.float32)
         """Of each row, unweighted, of the last run."""
 
     def _embedded(self) -> dict[int, int]:
@@ -109,16 +125,24 @@ class CudaGraphRun:
                 sizes |= {"order": (rows, np.int32), "starts": (entries + 1, np.int32)}
         return _Inputs(self._run, sizes)
 
+    def upload(self, batch: Batch) -> None:
+        """Begin to upload a batch and the numbers of its step, beside what the device computes."""
+        self._inputs.upload(batch, partial(self._fill, batch))
+
     def load(self, batch: Batch) -> None:
-        """Copy the tokens of a batch, what follows from them, and the numbers of its step to the device."""
-        into, tokens = self._inputs.host, np.ascontiguousarray(batch.inputs, np.int64).reshape(-1)
+        """Have the nodes that are launched next read a batch, which is uploaded now unless it was before."""
+        self.upload(batch)
+        self._inputs.take(batch)
+
+    @staticmethod
+    def _fill(batch: Batch, into: Mapping[str, npt.NDArray[Any]]) -> None:
+        tokens = np.ascontiguousarray(batch.inputs, np.int64).reshape(-1)
         assert batch.targets is not None, "a step has targets"
         into["tokens"][:], into["targets"][:], into["scale"][:] = tokens, batch.targets, batch.weight
         if batch.noise is not None:
             into["noise"][:] = noise_numbers(batch.noise)
         if "order" in into:
             into["order"][:], into["starts"][:] = rows_by_token(tokens, len(into["starts"]) - 1)
-        self._inputs.upload()
 
     def bind(self, weights: Mapping[str, DeviceArray], grads: Mapping[str, DeviceArray]) -> None:
         """Read these weights and write these gradients, by the names of parameters, from now on."""
@@ -138,6 +162,7 @@ class CudaGraphRun:
 
     def close(self) -> None:
         """Give the memory beside the arena back; nothing that was captured may be replayed any more."""
+        self._inputs.close()
         self._run.close_pool(self.pool)
 
     @staticmethod

@@ -3,11 +3,12 @@
 For each shape of a batch the graph is traced, fused and given memory once. The first run launches node by
 node, which loads kernels and allocates. From the second run on, launches are captured for the weights and
 gradients at hand, and replayed: a run is one launch, or one for each span of the gradient that the caller
-takes early.
+takes early. The batch that follows is uploaded meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +60,22 @@ class FusedSteps:
     def __init__(self, model: GPT, executor: Executor, *, spans: Sequence[slice] = ()) -> None:
         self._model, self._run, self._spans = model, executor, spans
         self._shapes: dict[tuple[int, ...], _Shape] = {}
+        self._coming = deque[Batch]()
+        """Batches that come next, as far as they are known."""
+        self._then: Callable[[], Sequence[Batch]] = tuple
+
+    def follow(self, batches: Sequence[Batch], then: Callable[[], Sequence[Batch]] = tuple) -> None:
+        """Note which batches are computed next, in their order: each is uploaded while that before it runs.
+
+        then: returns those that come after these. It is called once these are launched, and may take a while.
+        """
+        self._coming, self._then = deque(batches), then
+
+    def _upload_next(self) -> None:
+        if not self._coming:
+            self._coming, self._then = deque(self._then()), tuple
+        if self._coming:
+            self._shape_of(self._coming[0]).run.upload(self._coming[0])
 
     def __call__(
         self, params: Array, grads: Array, batch: Batch, on_grad_ready: GradReady | None
@@ -118,6 +135,8 @@ class FusedSteps:
         """Compute; the arena among the arguments is what the step holds until then."""
         pieces = shape.whole if on_grad_ready is None else shape.cut
         shape.run.load(batch)
+        if self._coming and self._coming[0] is batch:
+            self._coming.popleft()
         graphs = self._captured(shape, pieces, params, grads, is_cut=on_grad_ready is not None)
         for number, piece in enumerate(pieces):
             if graphs:
@@ -130,6 +149,7 @@ class FusedSteps:
                 for parameter in piece.parameters:
                     on_grad_ready(parameter)
         shape.has_run = True
+        self._upload_next()
 
     def _captured(
         self, shape: _Shape, pieces: Sequence[Piece], params: DeviceArray, grads: DeviceArray, *, is_cut: bool

@@ -130,6 +130,8 @@ class Executor:
         """Launches so far, of kernels and of graphs."""
         self.kernels = 0
         """Kernels that were asked for so far, those of graphs included."""
+        self.uploads: Final = api.stream_create()
+        """The stream of copies to the device that run beside what it computes."""
         self._copies: Final = api.stream_create()
         self._captured: Final = api.stream_create()
         """Records graphs, so that other threads may copy in the order of `stream` meanwhile."""

@@ -10,7 +10,7 @@ which the hook is called, are the same for all: redundancy and the commit log de
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -77,6 +77,29 @@ class AllBegun:
             self._watch.all_hold(self._version)
 
 
+class LateBegun(AllBegun):
+    """An `AllBegun` of a state that is copied from a device meanwhile: all have it when they `meet`.
+
+    meets: settles, and returns an operation as of `AllBegun`. All ranks call `meet`, at one place among their
+    operations.
+    """
+
+    def __init__(self, watch: StepHook, version: int, meets: Callable[[], Future[None]]) -> None:
+        super().__init__(watch, version, None)
+        self._meets: Callable[[], Future[None]] | None = meets
+
+    def meet(self) -> None:
+        """Begin the operation, unless it has begun. Raises as settling."""
+        meets, self._meets = self._meets, None
+        if meets is not None:
+            self._begun = meets()
+
+    def wait(self) -> None:
+        """See `AllBegun`."""
+        self.meet()
+        super().wait()
+
+
 class OrderedSteps(Trainer):
     """A trainer's steps in the order of all. row: the layout of results.
 
@@ -105,11 +128,15 @@ class OrderedSteps(Trainer):
         self._watch, self._told, self._votes = watch, None, None
         with naming_step(self.groups.worker.rank, self.step):
             try:
-                self._begun = AllBegun(watch, self.step, self._all_begin())
+                self._begun = self._begins()
                 return self._in_order(watch, self._differentiate())
             except BaseException as error:
                 self._abandon(error)
                 raise
+
+    def _begins(self) -> AllBegun:
+        """Return what tells the hook that all have begun the step."""
+        return AllBegun(self._watch, self.step, self._all_begin())
 
     def _all_begin(self) -> Future[None] | None:
         """Return an operation that ends when all have begun it, if the hook asks for one."""

@@ -82,3 +82,6 @@ def code(outs: list[NDArray[np.uint8]], sources: list[NDArray[np.uint8]], matrix
 
     matrix: the factors, (outs, sources). At most 255 of each.
     """
+
+def state_sum(words: NDArray[np.uint32], first: int) -> int:
+    """Return the sum, modulo 2**64, of words, each times an odd number of its place, counted from `first`."""

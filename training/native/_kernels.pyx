@@ -12,6 +12,7 @@ cdef extern from "training/native/engine.h" nogil:
     enum:
         CODE_SOURCES_MAX
     void zbmd_code(uint8_t *const *, size_t, const uint8_t *const *, size_t, const uint8_t *, size_t)
+    uint64_t zbmd_state_sum(const uint32_t *, size_t, uint64_t)
     void zbmd_random_words(uint32_t *, size_t, uint32_t, const uint32_t *, uint64_t)
     void zbmd_gelu_f32(float *, const float *, const float *, size_t)
     void zbmd_gelu_f64(double *, const double *, const double *, size_t)
@@ -347,3 +348,14 @@ def code(list outs, list sources, bytes matrix):
     cdef const uint8_t *numbers = <const uint8_t *><char *>matrix
     with nogil:
         zbmd_code(<uint8_t *const *>to, results, <const uint8_t *const *>of, count, numbers, n)
+
+
+def state_sum(cnp.ndarray words, uint64_t first):
+    if cnp.PyArray_TYPE(words) != cnp.NPY_UINT32 or words.ndim != 1 or not words.flags.c_contiguous:
+        raise ValueError("expected contiguous 32-bit words")
+    cdef const uint32_t *at = <const uint32_t *>cnp.PyArray_DATA(words)
+    cdef size_t n = cnp.PyArray_SIZE(words)
+    cdef uint64_t found
+    with nogil:
+        found = zbmd_state_sum(at, n, first)
+    return found

@@ -125,4 +125,14 @@ static void zbmd_code(uint8_t *const *outs, size_t results, const uint8_t *const
     }
 }
 
+/* The sum, modulo 2^64, of words, each times an odd number of its place; `state_sums` in optimizers.cu is the same. */
+static uint64_t zbmd_state_sum(const uint32_t *words, size_t n, uint64_t first) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t z = (first + i + 1) * 0x9E3779B97F4A7C15u;
+        z = (z ^ z >> 32) * 0xD6E8FEB86659FD93u;
+        sum += words[i] * ((z ^ z >> 32) | 1u);
+    }
+    return sum;
+}
 #endif

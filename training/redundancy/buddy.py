@@ -34,7 +34,13 @@ from zbmd.training.redundancy.cut_meeting import CutMeeting
 from zbmd.training.redundancy.failures import Cancellation, WorkCancelled
 from zbmd.training.redundancy.holdings import SLOTS
 from zbmd.training.redundancy.holdings_row import ROW_NUMBERS, HoldingsRow
-from zbmd.training.redundancy.interface import Digests, ProtectedState, RedundancyDriver, ResizableState
+from zbmd.training.redundancy.interface import (
+    DeviceState,
+    Digests,
+    ProtectedState,
+    RedundancyDriver,
+    ResizableState,
+)
 from zbmd.training.redundancy.left_memory import damage_logged, left_by_dead, left_by_predecessor
 from zbmd.training.redundancy.pull import FETCH_ELEMENTS, pull
 from zbmd.training.redundancy.resizing import ResizingMirror
@@ -129,6 +135,8 @@ def _not_sent(found: CutSource) -> Array:
 class BuddyReplica(RedundancyDriver):
     """`Redundancy` of what `own` holds at `place` of `ranks`: a replica at a buddy, or ranks of equal keys.
 
+    A state on a device is voted for beside the step that follows it, also among replicas, by the digest of
+    what the device holds.
     `copies`: `SLOTS` arrays that peers can read, each large enough for the slot of any rank; none if nothing
     is copied. `replicas`: whether ranks with equal keys stand for each other (see `Mirror`). `known`: the
     highest version known to be committed.
@@ -163,7 +171,13 @@ class BuddyReplica(RedundancyDriver):
         machine: zm.Mirror | ResizingMirror
         if resize is None:
             machine = self._machine_of(
-                place=place, ranks=ranks, known=known, first=own.first, own=held, replicas=replicas
+                place=place,
+                ranks=ranks,
+                known=known,
+                first=own.first,
+                own=held,
+                replicas=replicas,
+                beside=replicas and isinstance(own, DeviceState),
             )
         else:
             made = 0 if kept is None else kept.slots.made
@@ -173,6 +187,8 @@ class BuddyReplica(RedundancyDriver):
             )
         super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
         self._worker = worker
+        self._digest = own.digest_of if isinstance(own, DeviceState) and resize is None else digest_of
+        """Of what is voted for; stamps have `stamped.digest_of`."""
         self._bank = self._banked(own, copies)
         self._older: Bank | None = None
         """The memory of the cut before, while it counts."""
@@ -189,6 +205,8 @@ class BuddyReplica(RedundancyDriver):
         """States that dead ranks left, and this one reports."""
         self._predecessors: list[FoundState] | None = None
         """States that the process before this one left; None until they are looked for."""
+        self._stamped = 0
+        """The digest of the slot in use, for its stamp."""
         self.busy_ns = 0
         """Total duration of copies, in parallel to the passes."""
         self.waited_ns = 0
@@ -211,6 +229,7 @@ class BuddyReplica(RedundancyDriver):
     ) -> int:
         """See `Redundancy`."""
         self._group, self._cancellation = group, Cancellation()
+        self._settle()
         hosts = group.view.domains(group.members)
         if self._resizing is None:
             self._share_holdings(group, group.members, known)
@@ -225,6 +244,7 @@ class BuddyReplica(RedundancyDriver):
     def attend(self, everyone: Group, active: Sequence[int], known: int = 0) -> int:
         """See `Redundancy`."""
         assert self._resizing is not None, "a state that is cut for good is met for by those who train"
+        self._settle()
         self._cancellation = Cancellation()
         meeting = self._enter_cut(everyone, active, everyone.view.domains(active), known)
         meeting.serve(_not_sent)
@@ -303,6 +323,11 @@ class BuddyReplica(RedundancyDriver):
         self._pool.shutdown()
         super().close()
 
+    def _settle(self) -> None:
+        """Return once the slots hold what peers are told of them."""
+        if isinstance(self._own, DeviceState):
+            self._own.settle()
+
     # ---- steps
 
     def _keep(self, version: int) -> None:
@@ -329,7 +354,7 @@ class BuddyReplica(RedundancyDriver):
             kept = self._machine.copies[self._machine.version % zm.SLOTS]
             copied = own if kept is None else kept.digest
         faults.hit(COPIED_POINT)
-        self._stamp(self._machine.version, own)
+        self._stamp(self._machine.version, self._stamped)
         return self.asked.vote(own, copied)
 
     def _stamp(self, version: int, digest: int) -> None:
@@ -382,7 +407,7 @@ class BuddyReplica(RedundancyDriver):
         handle = self._rows[source.place].handles[source.slot + (0 if source.own else zm.SLOTS)]
         self._pull(source.place, handle, into, middle=RESTORE_MIDDLE_POINT)
         faults.hit(RESTORED_POINT)
-        return zm.Restored(digest=digest_of(into))
+        return zm.Restored(digest=self._digest(into))
 
     def _divide(self, work: Divide) -> None:
         faults.hit(DIVIDE_POINT)
@@ -474,10 +499,18 @@ class BuddyReplica(RedundancyDriver):
             handle = self._rows[work.ward].handles[work.version % zm.SLOTS]
             into = self._room(work, handle)
             self._pull(work.ward, handle, into, middle=COPY_MIDDLE_POINT)
-            copied = digest_of(into)
-        own = digest_of(self._own.slots[self._own.slot])
+            copied = self._digest(into)
+        own = self._digest_of_own()
         self.busy_ns += now_ns() - began_ns
         return own, copied
+
+    def _digest_of_own(self) -> int:
+        """Return the digest to vote with, and keep that of the stamp."""
+        own = self._own
+        voted = own.digest_in_use() if isinstance(own, DeviceState) and self._resize is None else None
+        self._settle()
+        self._stamped = digest_of(own.slots[own.slot])
+        return self._stamped if voted is None else voted
 
     def _room(self, work: zm.CopyWard, handle: RegionHandle) -> Array:
         """Return the destination of the copy, of the length of the original."""

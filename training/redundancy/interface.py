@@ -166,6 +166,26 @@ class ProtectedState(Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceState(ProtectedState, Protocol):
+    """A state that a device holds, and whose slots are copies of it, which are written beside the step.
+
+    Any thread may call its methods.
+    """
+
+    def settle(self) -> None:
+        """Return once the slot in use holds what the device does. Raises `CudaFault`."""
+        ...
+
+    def digest_of(self, flat: Array) -> int:
+        """Return the digest of a slot, or of a copy of one, as the device computes it."""
+        ...
+
+    def digest_in_use(self) -> int:
+        """Return the digest of what the device holds, computed there; settles."""
+        ...
+
+
 class SegmentedState(ProtectedState, Protocol):
     """A state that is visited in parts, always in one order."""
 
@@ -309,7 +329,7 @@ class RedundancyDriver(Redundancy):
             else:
                 self._tap = captured_machine(worker, MIRROR, "mirror", machine, config)
         self._on_update, self._on_commit = on_update, on_commit
-        self.applies_first = self._machine.replicas
+        self.applies_first, self.is_copied = self._machine.applies_first, self._machine.copied
         self.asked, self.agreed = Agenda(), Agenda()
         self._group: Group | None = None
 

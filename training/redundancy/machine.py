@@ -29,6 +29,9 @@ does not hold it pulls it from a rank with its key, and what was prepared beyond
 nobody knows the losses and samples of who was lost. The group may have another size in each epoch, with other
 keys. A sharded state has to be recut for that: see `zbmd.training.redundancy.resizing`.
 
+Replicas whose state lies on a device vote for a version beside the step that follows it (`beside`), in the
+order of those that have copies: the device's memory is copied to the host meanwhile.
+
 If the state outlives its rank (`outlives`: in a file), there are no copies and no buddies either: a
 replacement begins with its predecessor's state, and everything else is the same.
 
@@ -298,7 +301,8 @@ class Mirror:
 
     `first`: the version that it can begin with. `own`: the versions that it begins with, by slot. `outlives`:
     whether a replacement finds the rank's state. `replicas`: whether ranks with equal keys stand for each
-    other, so that nothing is copied; only then may a group have another size than `ranks`.
+    other, so that nothing is copied; only then may a group have another size than `ranks`. `beside`: whether
+    replicas vote for a version during the step that follows it, and not before.
     """
 
     def __init__(
@@ -311,13 +315,16 @@ class Mirror:
         own: tuple[int | None, int | None] = (None, None),
         outlives: bool = False,
         replicas: bool = False,
+        beside: bool = False,
     ) -> None:
         if not 0 <= place < ranks or not 0 <= first <= known:
             raise LocalProtocolError(
                 f"no mirror at place {place} of {ranks}, with first version {first} and {known} known"
             )
         self.keys = tuple(range(ranks))
-        self.replicas = replicas
+        self.replicas, self.beside = replicas, beside
+        self.applies_first = replicas and not beside
+        """Whether the update comes before the vote."""
         self.place = place
         self.ranks = ranks
         self.state = State.WAITING
@@ -412,7 +419,7 @@ class Mirror:
         if any(c is not None and not 0 <= c.ward < ranks for one in event.held for c in one.copies):
             raise RemoteProtocolError("a rank says that it has a copy of a rank that there is not")
         cause = LOST_WITH_BUDDY if self.copied else LOST_WITH_REPLICAS if self.replicas else LOST_WITH_FILE
-        choice = choose(event.held, cause, keys, beyond=not self.replicas)
+        choice = choose(event.held, cause, keys, beyond=not self.applies_first)
         if isinstance(choice, Lost):
             return self.fail(choice.reason, lost=True)
         self.take_place(event.place, keys, event.hosts, known=max(one.known for one in event.held))
@@ -464,9 +471,9 @@ class Mirror:
         return self._resume()
 
     def _updated(self) -> list[Action]:
-        self._expect(Updated(), State.HOLDING if self.replicas else State.COMMITTED)
+        self._expect(Updated(), State.HOLDING if self.applies_first else State.COMMITTED)
         self.own[(self.version + 1) % SLOTS] = self.version + 1
-        if self.replicas:
+        if self.applies_first:
             self.state = State.PREPARED
             return []
         self.state, self.version = State.HOLDING, self.version + 1
@@ -492,9 +499,9 @@ class Mirror:
         return []
 
     def _voted(self, votes: tuple[tuple[int, int], ...]) -> list[Action]:
-        self._expect(Voted(votes=votes), State.PREPARED if self.replicas else State.COPIED)
+        self._expect(Voted(votes=votes), State.PREPARED if self.applies_first else State.COPIED)
         assert len(votes) == self.ranks
-        version = self.version + self.replicas
+        version = self.version + self.applies_first
         first_of = {key: place for place, key in reversed(list(enumerate(self.keys)))}
         for place, (own, _) in enumerate(votes):
             first = first_of[self.keys[place]]
@@ -517,7 +524,7 @@ class Mirror:
                     f"has digest {keeper[1]:016x}, and the original {own:016x}: memory or a link has erred",
                     lost=False,
                 )
-        self.state = State.HOLDING if self.replicas else State.COMMITTED
+        self.state = State.HOLDING if self.applies_first else State.COMMITTED
         self.version = self.known = version
         self._voted_for = version, votes[self.place][0]
         return [Commit(version=version, digests=tuple(own for own, _ in votes))]
@@ -541,6 +548,7 @@ def mirror_config(machine: Mirror, *, outlives: bool = False) -> dict[str, Any]:
         "own": list(machine.own),
         "outlives": outlives,
         "replicas": machine.replicas,
+        "beside": machine.beside,
     }
 
 
@@ -554,6 +562,7 @@ def _build_mirror(config: Mapping[str, Any]) -> Mirror:
         own=(first, second),
         outlives=config["outlives"],
         replicas=config["replicas"],
+        beside=config.get("beside", False),
     )
 
 

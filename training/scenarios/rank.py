@@ -146,6 +146,7 @@ class RankProcess(MeetingProcess):
             own=own,
             outlives=options.files,
             replicas=options.replicas,
+            beside=options.replicas and options.beside,
         )
 
     def _in_epoch(self) -> Moves:
@@ -371,11 +372,11 @@ class RankProcess(MeetingProcess):
     # ---- steps
 
     def _step(self) -> Moves:
-        """Do a step, as trainers do: with replicas the update comes before the vote."""
+        """Do a step, as trainers do: with most replicas the update comes before the vote."""
         world, machine, version = self.world, self._mirror, self._mirror.version + 1
         order = StepOrder(epoch=self.view.epoch, version=version, members=self._members, place=self._place)
         asked = Agenda(0 if self.coming is None else self.coming.epoch, self.wishes)
-        first = machine.replicas
+        first = machine.applies_first
         self.cells.compute(order)
         if not first:
             yield from self._together(f"begun {version}")
@@ -421,8 +422,8 @@ class RankProcess(MeetingProcess):
         samples = {shard: tuple(int(one) for one in ids[shard]) for shard in shards}
         slot = machine.version % SLOTS
         if not options.files:
-            self._stamp(machine.version + machine.replicas)
-        if machine.replicas:
+            self._stamp(machine.version + machine.applies_first)
+        if machine.applies_first:
             vote = asked.vote(cells.digest(1 - slot), 0)
         else:
             own, kept = cells.digest(slot), machine.copies[slot]
@@ -504,7 +505,7 @@ class RankProcess(MeetingProcess):
     def _settle(self, name: str) -> Moves:
         """Protect the version that is held at once; see `RedundancyDriver.settle`."""
         machine = self._mirror
-        if machine.replicas:
+        if machine.applies_first:
             return
         version = machine.version
         yield from self._together(f"settle {name} {version}")

@@ -71,10 +71,10 @@ class Asked:
 class CommitOptions(JobOptions):
     """One run. `steps` of them lead from version `first` to the last; hosts have `per_host` ranks, 0: all.
 
-    mesh: of `zbmd train`, "": dp. sharded: each rank alone holds its shard, as under ZeRO. files: the state
-    is in files, which outlive their ranks. kept: it is in memory that outlives them. talks: the optimizer has
-    an operation in its update, as Muon has. corrupting: memory errs now and then, where a vote or a digest
-    must notice it.
+    mesh: of `zbmd train`, "": dp. beside: replicas vote for a version beside the step that follows it. sharded:
+    each rank alone holds its shard, as under ZeRO. files: the state is in files, which outlive their ranks.
+    kept: it is in memory that outlives them. talks: the optimizer has an operation in its update, as Muon has.
+    corrupting: memory errs now and then, where a vote or a digest must notice it.
     """
 
     mesh: str = ""
@@ -83,6 +83,7 @@ class CommitOptions(JobOptions):
     files: bool = False
     kept: bool = False
     talks: bool = False
+    beside: bool = False
     corrupting: bool = False
     first: int = 0
     asked: tuple[Asked, ...] = ()

@@ -1,13 +1,15 @@
 """Train on a GPU: each rank holds its state, whole or sharded, on its device, and a copy in host memory.
 
-The device computes passes, sums of shards, norm and update. A new version of the state is copied to its slot
-in host memory, where digests, redundancy and checkpoints read it as they do any rank's, and where it outlives
-the process. A view begins with a copy back from the slot in use, whoever filled it.
+The device computes passes, sums of shards, norm, update, and the digest of its state. A new version is copied
+to its slot in host memory beside the step that follows, where redundancy and checkpoints read it as they do
+any rank's, and where it outlives the process. It is voted for, and so committed, during that step. A view
+begins with a copy back from the slot in use, whoever filled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
@@ -16,17 +18,19 @@ import numpy as np
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, to_host
 from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, MeshGroups
-from zbmd.training.job.step_order import Computed
+from zbmd.training.job.step_order import AllBegun, Computed, LateBegun, OrderedSteps
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
+from zbmd.training.ops.cuda.transfers import StateCopy, sum_of
 from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite, squared_as_kernel
-from zbmd.training.optim.elementwise import update_blocks
+from zbmd.training.optim.elementwise import AdamWState, update_blocks
 from zbmd.training.optim.on_device import DeviceOptimizer
 from zbmd.training.sharded.replicated import ReplicatedTrainer
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
+from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.training.zero.layout import Accountant
 from zbmd.training.zero.on_device import DeviceZeroRank
 from zbmd.training.zero.options import WEIGHTS_STAGE
@@ -50,6 +54,26 @@ async def connect_devices(groups: MeshGroups, executor: Executor) -> str:
     return "; ".join(told)
 
 
+def begins_on_device(trainer: OrderedSteps, watch: StepHook, settle: Callable[[], object]) -> AllBegun:
+    """Return what tells the hook that all ranks hold the version before this step, in host memory.
+
+    Where peers copy it, they meet for that later in the step; elsewhere each rank's own copy matters alone,
+    which its vote waits for.
+    """
+    world = trainer.groups.world
+
+    def meets() -> Future[None]:
+        settle()
+        end_ns = world.deadline_ns()
+        return world.submit(lambda c: c.barrier(deadline_ns=end_ns))
+
+    if watch is not NO_HOOK and watch.is_copied:
+        return LateBegun(watch, trainer.step, meets)
+    begun = AllBegun(watch, trainer.step, None)
+    begun.tell()
+    return begun
+
+
 class DeviceTrainer(ReplicatedTrainer):
     """A `ReplicatedTrainer` whose model is one of `executor`'s array module; weights are bf16 there."""
 
@@ -58,7 +82,35 @@ class DeviceTrainer(ReplicatedTrainer):
         self._held: list[DeviceArray] = []
         """Weights and moments, float32, of the version in use."""
         self._device_optimizer: DeviceOptimizer | None = None
+        self._copy = StateCopy(executor)
         super().__init__(recipe, groups, **settings)
+
+    @property
+    def state(self) -> AdamWState:
+        """See `ReplicatedTrainer`: in host memory, once it is there."""
+        self._copy.settle()
+        return super().state
+
+    def settle(self) -> None:
+        """See `DeviceState`."""
+        self._copy.settle()
+
+    def digest_of(self, flat: Array) -> int:
+        """See `DeviceState`."""
+        return sum_of(flat)
+
+    def digest_in_use(self) -> int:
+        """See `DeviceState`."""
+        return self._copy.settle()
+
+    def _begins(self) -> AllBegun:
+        self.executor.begin_step()
+        return begins_on_device(self, self._watch, self._copy.settle)
+
+    def _between(self) -> None:
+        if isinstance(self._begun, LateBegun):
+            self._begun.meet()
+        super()._between()
 
     def _gradient(self) -> Array:
         made = self.executor.empty(self.own.layout.size, self.dtype)
@@ -74,6 +126,7 @@ class DeviceTrainer(ReplicatedTrainer):
         for name, array in zip(self._arrays, self._held, strict=True):
             run.upload(getattr(self.state, name), array)
         run.copy(self._device(self.params), self._held[0])
+        self._copy.note(self._held)
 
     def _batches(self, shards: Sequence[int]) -> Sequence[Batch]:
         """Return the batches of these logical shards; those of the next step are uploaded beside this one."""
@@ -96,7 +149,8 @@ class DeviceTrainer(ReplicatedTrainer):
         return TrainingDiverged(f"step {self.step}: {error} First of the gradients, {first}.")
 
     def _update(self, made: Computed) -> None:
-        config, target, run = self.recipe.config, 1 - self.slot, self.executor
+        config, target = self.recipe.config, 1 - self.slot
+        self._copy.settle()  # the vote did, unless there is none
         self._ready(self.slots[target])
         assert self._device_optimizer is not None, "a view has begun"
         with spans.OPTIMIZER:
@@ -109,12 +163,14 @@ class DeviceTrainer(ReplicatedTrainer):
                 grad_scale=clip_scale(made.norm, limit=config.clip_norm),
             )
             into = self._state_in(target)
-            for name, array in zip(self._arrays, self._held, strict=True):
-                run.download(array, getattr(into, name))
+            self._copy.begin(
+                [(array, getattr(into, name)) for name, array in zip(self._arrays, self._held, strict=True)]
+            )
         self.slot = target
 
     def _end_step(self) -> None:
-        """Do nothing: the update has rounded the weights."""
+        """The update has rounded the weights."""
+        self.executor.end_step(self.step)
 
 
 class DeviceZeroTrainer(ZeroTrainer):
@@ -144,6 +200,25 @@ class DeviceZeroTrainer(ZeroTrainer):
 
     def _rank_of(self, *arguments: Any, **given: Any) -> ZeroRank:
         return DeviceZeroRank(*arguments, executor=self.executor, **given)
+
+    @property
+    def _notices_begin(self) -> bool:
+        """Operations on devices do not show that a state is in host memory."""
+        return False
+
+    def _begins(self) -> AllBegun:
+        assert isinstance(self.own, DeviceZeroRank), "it was made here"
+        self.executor.begin_step()
+        return begins_on_device(self, self._watch, self.own.settle)
+
+    def _reduce(self, unit: int) -> None:
+        if isinstance(self._begun, LateBegun):
+            self._begun.meet()
+        super()._reduce(unit)
+
+    def _end_step(self) -> None:
+        super()._end_step()
+        self.executor.end_step(self.step)
 
     def _evaluated(self) -> Iterator[tuple[int, Array]]:
         own, is_sharded = self.own, self.options.stage == WEIGHTS_STAGE

@@ -283,7 +283,7 @@ class ReplicatedTrainer(MeshTrainer):
                 self._batches([leaf.shard for leaf in self._plan.leaves]),
                 deadline_ns=self.groups.world.deadline_ns(),
                 final=reduction.submit if self.overlap else None,
-                between=self._begun.look,
+                between=self._between,
                 loss_scale=scale.scale,
             )
         computed_ns = now_ns()
@@ -295,6 +295,10 @@ class ReplicatedTrainer(MeshTrainer):
         self._waited_ns += now_ns() - computed_ns
         self._busy_ns = self._view.passes.busy_ns
         return self._norm()
+
+    def _between(self) -> None:
+        """Do what is due between two computations."""
+        self._begun.look()
 
     def _norm(self) -> float:
         """The norm of the whole gradient; raises `TrainingDiverged`, on all ranks if on one."""

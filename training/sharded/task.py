@@ -139,8 +139,7 @@ class EngineTask(Task[TrainResult]):
         self.row = ResultRow(training.shards, training.sequences_per_shard)
         self._options, self._config, self._corpus = options, config, corpus
         self._worker, self._again, self._fewest = worker, again, fewest
-        self._executor, self._counted = executor, (0, 0)
-        """The executor that computes in the place of numpy; its launches and kernels after the last step."""
+        self._executor = executor
         self._paths = ""
         """The way in which devices reached each other in the last view."""
         self._shrinks = fewest < mesh.world_size
@@ -318,8 +317,7 @@ class EngineTask(Task[TrainResult]):
         took_s = max(1e-9, (done.compute_ns + done.waited_ns) / 1e9)
         on_device: dict[str, float] = {}
         if self._executor is not None:
-            before, self._counted = self._counted, (self._executor.launches, self._executor.kernels)
-            on_device["launches"], on_device["kernels"] = np.subtract(self._counted, before).tolist()
+            on_device["launches"], on_device["kernels"] = self._executor.counted(done.version)
         return {
             **on_device,
             "learning_rate": learning_rate_of(self._options.training, done.version - 1),

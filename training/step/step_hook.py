@@ -25,6 +25,8 @@ class StepHook(Protocol):
 
     applies_first: bool
     """Whether the update comes before the vote."""
+    is_copied: bool
+    """Whether peers read this rank's state once all hold a version."""
 
     def all_hold(self, version: int) -> None:
         """Note that every rank holds `version` now; no rank changes its state before it has `voted`."""
@@ -50,7 +52,7 @@ class StepHook(Protocol):
 class _NoHook(StepHook):
     """The hook of a run without redundancy."""
 
-    applies_first = False
+    applies_first = is_copied = False
 
     def all_hold(self, version: int) -> None:
         """Do nothing."""

@@ -1,7 +1,8 @@
 """A rank's shard under ZeRO with weights, gradients, masters and moments on a device.
 
 The slots of the shard stay in host memory, where redundancy, checkpoints and replacements read them. A device
-has its own copy of the slot in use: an update changes that in place, and then copies it to the other slot.
+has its own copy of the slot in use: an update changes that in place, and it is then copied to the other slot
+beside the step that follows.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import numpy as np
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
+from zbmd.training.ops.cuda.transfers import StateCopy, sum_of
 from zbmd.training.optim import OptimizerConfig
-from zbmd.training.optim.elementwise import update_blocks
+from zbmd.training.optim.elementwise import AdamWState, update_blocks
 from zbmd.training.optim.on_device import DeviceOptimizer
 from zbmd.training.zero.rank import ZeroRank
 
@@ -23,7 +25,7 @@ class DeviceZeroRank(ZeroRank):
     """A `ZeroRank` that computes with `executor`; `memory` makes arrays of it, and slots of the host."""
 
     def __init__(self, *arguments: Any, executor: Executor, optimizer: OptimizerConfig, **given: Any) -> None:
-        self._executor = executor
+        self._executor, self._copy = executor, StateCopy(executor)
         super().__init__(*arguments, optimizer=optimizer, **given)
         size, blocks = self.shards.shard_size, update_blocks(self.shards.layout)
         self._arrays = [executor.empty(size, np.float32) for _ in self.arrays]
@@ -32,6 +34,24 @@ class DeviceZeroRank(ZeroRank):
             DeviceOptimizer(optimizer, self._blocks(unit, blocks), executor) for unit in self.shards.units
         ]
 
+    @property
+    def state(self) -> AdamWState:
+        """See `ZeroRank`: in host memory, once it is there."""
+        self._copy.settle()
+        return super().state
+
+    def settle(self) -> None:
+        """See `DeviceState`."""
+        self._copy.settle()
+
+    def digest_of(self, flat: Array) -> int:
+        """See `DeviceState`."""
+        return sum_of(flat)
+
+    def digest_in_use(self) -> int:
+        """See `DeviceState`."""
+        return self._copy.settle()
+
     def round_weights(self) -> None:
         """Copy the slot in use to the device, and round its weights."""
         run = self._executor
@@ -39,9 +59,10 @@ class DeviceZeroRank(ZeroRank):
             run.upload(getattr(self.state, name), array)
         for number, unit in enumerate(self.shards.units):
             run.copy(_device(self._parts[number]), self._arrays[0][unit.in_shard])
+        self._copy.note(self._arrays)
 
     def _write(self, target: int, *, step: int, learning_rate: float, grad_scale: float) -> None:
-        run = self._executor
+        self._copy.settle()  # the vote did, unless there is none
         for number, unit in enumerate(self.shards.units):
             self._optimizers[number].update(
                 [array[unit.in_shard] for array in self._arrays],
@@ -52,8 +73,9 @@ class DeviceZeroRank(ZeroRank):
                 grad_scale=grad_scale,
             )
         into = self._state_in(target)
-        for name, array in zip(self.arrays, self._arrays, strict=True):
-            run.download(array, getattr(into, name))
+        self._copy.begin(
+            [(array, getattr(into, name)) for name, array in zip(self.arrays, self._arrays, strict=True)]
+        )
 
 
 def _device(array: Array) -> DeviceArray:

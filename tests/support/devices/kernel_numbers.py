@@ -68,6 +68,8 @@ def by_numpy(launch: ModelLaunch) -> None:
             _view(launch, 0, into)[:] = _view(launch, 1, source)
         elif whole == "sum_runs":
             _view(launch, 0)[:] = _rows(_view(launch, 1), launch.arguments[3]).sum(axis=0)
+        elif whole == "state_sums":
+            _state_sums(launch)
         elif whole == "cache_rows":
             _cache_rows(launch)
         elif whole == "attention_cached":
@@ -263,6 +265,23 @@ def _block_squares(launch: ModelLaunch, kind: np.dtype[Any]) -> None:
     values, squares = _wide(_view(launch, 1, kind)), _view(launch, 0)
     for number in range(len(squares)):
         squares[number] = squared_as_kernel(values[number * 16384 : (number + 1) * 16384])
+
+
+def _state_sums(launch: ModelLaunch) -> None:
+    sums, words = _view(launch, 0, np.dtype(np.uint64)), _view(launch, 1, np.dtype(np.uint32))
+    first = int(launch.arguments[2])  # type: ignore[call-overload]
+    for number in range(len(sums)):
+        begin = number * 16384
+        sums[number] = place_sum(words[begin : begin + 16384], first + begin)
+
+
+def place_sum(words: Array, first: int) -> int:
+    """Return the sum of words, each times the odd number of its place."""
+    place = np.arange(first + 1, first + 1 + len(words), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    place = (place ^ place >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+    return int(
+        (words.astype(np.uint64) * (place ^ place >> np.uint64(32) | np.uint64(1))).sum(dtype=np.uint64)
+    )
 
 
 SPAN = np.dtype([("start", "i8"), ("stop", "i8"), ("keep", "f4"), ("unused", "f4")])

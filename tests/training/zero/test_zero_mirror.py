@@ -91,9 +91,20 @@ def test_a_kill_at_any_moment_loses_nothing_that_another_rank_holds(mesh: str) -
         assert not world.state_lost and set(world.ended.values()) == {options.last}, point
 
 
-@given(seed=st.integers(0, 2**32), mesh=st.sampled_from(sorted(MESHES)), kills=KILLS)
-def test_any_kills_lose_only_what_no_rank_holds(seed: int, mesh: str, kills: list[tuple[int, int]]) -> None:
-    options = CommitOptions(world_size=3 if mesh == "dp=3" else 4, steps=4, mesh=mesh)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_kill_at_any_moment_loses_nothing_that_is_voted_for_beside_the_next_step(kept: bool) -> None:
+    """States on devices: the vote on a version is that of the step after it."""
+    options, seed = CommitOptions(world_size=4, steps=2, mesh="dp=2,pp=2", beside=True, kept=kept), 22
+    for point in kill_points(seed, options)[::4]:
+        world = run(seed, options, [point])
+        assert not world.state_lost and set(world.ended.values()) == {options.last}, point
+
+
+@given(seed=st.integers(0, 2**32), mesh=st.sampled_from(sorted(MESHES)), kills=KILLS, beside=st.booleans())
+def test_any_kills_lose_only_what_no_rank_holds(
+    seed: int, mesh: str, kills: list[tuple[int, int]], beside: bool
+) -> None:
+    options = CommitOptions(world_size=3 if mesh == "dp=3" else 4, steps=4, mesh=mesh, beside=beside)
     world = run(seed, options, killed(options, kills))
     assert world.state_lost or set(world.ended.values()) == {options.last}
 
@@ -112,9 +123,11 @@ def entered(*held: zm.Held) -> zm.Entered:
     return zm.Entered(held=held, hosts=(0,) * len(held), place=0, keys=(0,) * len(held))
 
 
-@given(seed=st.integers(0, 2**32), kills=KILLS, late=st.booleans())
-def test_replicas_go_on_with_fewer_ranks(seed: int, kills: list[tuple[int, int]], late: bool) -> None:
-    options = CommitOptions(world_size=4, steps=4, shrink=True, late=late)
+@given(seed=st.integers(0, 2**32), kills=KILLS, late=st.booleans(), beside=st.booleans())
+def test_replicas_go_on_with_fewer_ranks(
+    seed: int, kills: list[tuple[int, int]], late: bool, beside: bool
+) -> None:
+    options = CommitOptions(world_size=4, steps=4, shrink=True, late=late, beside=beside)
     world = run(seed, options, killed(options, kills))
     assert world.state_lost or set(world.ended.values()) == {options.last}
 

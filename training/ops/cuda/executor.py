@@ -30,6 +30,8 @@ PIECES: Final = 3
 """Page-locked buffers in each direction."""
 _GRAIN: Final = 512
 _LARGE: Final = 1 << 20
+STEPS_COUNTED: Final = 4
+"""Steps whose launches are known: one is committed during that after it."""
 BLOCKS_MAX: Final = 4096
 """Of kernels that go over elements in strides of their grid."""
 
@@ -86,7 +88,6 @@ class _Pieces:
     """A ring of page-locked buffers, each with an event that says when the device is done with it."""
 
     def __init__(self, api: CudaApi) -> None:
-        self.lock = threading.Lock()
         self._api, self._next = api, 0
         self._every: list[_Piece] = []
 
@@ -102,6 +103,37 @@ class _Pieces:
             self._api.event_synchronize(found.event)
         found.is_used = True
         return found
+
+
+class Downloads:
+    """Copies to the host on a stream of their own, in page-locked pieces. For one thread at a time."""
+
+    def __init__(self, api: CudaApi) -> None:
+        self._api, self._pieces = api, _Pieces(api)
+        self._stream, self._ordered = api.stream_create(), api.event_create()
+
+    def follow(self, stream: int) -> None:
+        """Let what is copied from now on come after what `stream` was asked for so far."""
+        self._api.event_record(self._ordered, stream)
+        self._api.stream_wait_event(self._stream, self._ordered)
+
+    def copy(self, array: DeviceArray, into: npt.NDArray[Any]) -> None:
+        """Copy, and return once it is done; no other stream waits."""
+        data, api, waiting = into.reshape(-1).view(np.uint8), self._api, list[tuple[_Piece, Any]]()
+        assert into.flags.c_contiguous and data.nbytes == array.nbytes
+        for start in range(0, data.nbytes, PIECE_BYTES):
+            piece, part = self._pieces.take(), data[start : start + PIECE_BYTES]
+            api.memcpy_async(piece.address, array.address + start, len(part), self._stream)
+            api.event_record(piece.event, self._stream)
+            waiting.append((piece, part))
+            if len(waiting) == PIECES:
+                self._arrived(*waiting.pop(0))
+        for one in waiting:
+            self._arrived(*one)
+
+    def _arrived(self, piece: _Piece, part: npt.NDArray[np.uint8]) -> None:
+        self._api.event_synchronize(piece.event)
+        part[:] = np.frombuffer(piece.memory, np.uint8)[: len(part)]
 
 
 @dataclass(slots=True)
@@ -130,9 +162,9 @@ class Executor:
         """Launches so far, of kernels and of graphs."""
         self.kernels = 0
         """Kernels that were asked for so far, those of graphs included."""
+        self._before_step, self._of_step = (0, 0), dict[int, tuple[int, int]]()
         self.uploads: Final = api.stream_create()
         """The stream of copies to the device that run beside what it computes."""
-        self._copies: Final = api.stream_create()
         self._captured: Final = api.stream_create()
         """Records graphs, so that other threads may copy in the order of `stream` meanwhile."""
         self._capturing_thread = 0
@@ -142,10 +174,26 @@ class Executor:
         self._free: Final = Pool()
         self._within = threading.local()
         """The pool of a thread's new arrays, if it has one: other threads reduce meanwhile."""
-        self._up, self._down = _Pieces(api), _Pieces(api)
-        self._ordered: Final = api.event_create()
+        self._up, self._uploading = _Pieces(api), threading.Lock()
+        self._down, self._downloading = Downloads(api), threading.Lock()
         self.held_bytes = 0
         """Memory that was allocated, in use or kept."""
+
+    # ---- steps
+
+    def begin_step(self) -> None:
+        """Count launches and kernels of a step from now on."""
+        self._before_step = self.launches, self.kernels
+
+    def end_step(self, version: int) -> None:
+        """Keep what was counted, of the step to `version`, while one of the next few is done."""
+        launches, kernels = self._before_step
+        self._of_step[version] = self.launches - launches, self.kernels - kernels
+        self._of_step.pop(version - STEPS_COUNTED, None)
+
+    def counted(self, version: int) -> tuple[int, int]:
+        """Return the launches and kernels of the step to `version`; zeros if it was not done here."""
+        return self._of_step.get(version, (0, 0))
 
     # ---- memory
 
@@ -217,7 +265,7 @@ class Executor:
         data = np.ascontiguousarray(host, dtype=array.dtype).reshape(-1).view(np.uint8)
         assert data.nbytes == array.nbytes, f"{host.shape} was to be copied to {array.shape}"
         self._require_no_capture()
-        with self._up.lock:
+        with self._uploading:
             for start in range(0, data.nbytes, PIECE_BYTES):
                 piece, part = self._up.take(), data[start : start + PIECE_BYTES]
                 np.frombuffer(piece.memory, np.uint8)[: len(part)] = part
@@ -231,27 +279,11 @@ class Executor:
         The device computes on meanwhile: what it is asked from now on must not write `array`.
         """
         host = np.empty(array.shape, array.dtype) if into is None else into
-        assert host.flags.c_contiguous and host.nbytes == array.nbytes
         self._require_no_capture()
-        data, api = host.reshape(-1).view(np.uint8), self.api
-        with self._down.lock:
-            api.event_record(self._ordered, self.stream)
-            api.stream_wait_event(self._copies, self._ordered)
-            waiting: list[tuple[_Piece, npt.NDArray[np.uint8]]] = []
-            for start in range(0, data.nbytes, PIECE_BYTES):
-                piece, part = self._down.take(), data[start : start + PIECE_BYTES]
-                api.memcpy_async(piece.address, array.address + start, len(part), self._copies)
-                api.event_record(piece.event, self._copies)
-                waiting.append((piece, part))
-                if len(waiting) == PIECES:
-                    self._arrived(*waiting.pop(0))
-            for one in waiting:
-                self._arrived(*one)
+        with self._downloading:
+            self._down.follow(self.stream)
+            self._down.copy(array, host)
         return host
-
-    def _arrived(self, piece: _Piece, part: npt.NDArray[np.uint8]) -> None:
-        self.api.event_synchronize(piece.event)
-        part[:] = np.frombuffer(piece.memory, np.uint8)[: len(part)]
 
     def copy(self, into: DeviceArray, source: DeviceArray) -> None:
         """Copy on the device; dtypes may differ."""

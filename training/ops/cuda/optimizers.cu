@@ -113,3 +113,22 @@ KERNEL norm_and_clip(float *out, const float *squares, int blocks, float limit) 
     out[0] = (float)norm;
     out[1] = norm <= limit ? 1.0f : (float)(limit / norm);
 }
+
+// One block each 16,384 words of n: sums[block] = their sum, modulo 2**64, each times an odd number of its place, which
+// counts from `first`. Integers alone, so no order is needed; sum_of in transfers.py has the same bits.
+KERNEL state_sums(u64 *sums, const unsigned *words, u64 first, u64 n) {
+    __shared__ u64 partial[WARP];
+    u64 begin = blockIdx.x * 16384ull, last = min(begin + 16384ull, n), sum = 0;
+    for (u64 i = begin + threadIdx.x; i < last; i += blockDim.x) {
+        u64 z = (first + i + 1) * 0x9E3779B97F4A7C15ull;
+        z = (z ^ z >> 32) * 0xD6E8FEB86659FD93ull;
+        sum += words[i] * ((z ^ z >> 32) | 1ull);
+    }
+    for (int lanes = WARP / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = sum;
+    __syncthreads();
+    if (threadIdx.x) return;
+    sum = 0;
+    for (unsigned warp = 0; warp < blockDim.x / WARP; warp++) sum += partial[warp];
+    sums[blockIdx.x] = sum;
+}

@@ -77,6 +77,7 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
     *_both("optimizers.cu", 40, "adamw", "sgd", "nesterov", "lion"),
     *_both("optimizers.cu", 32, "block_squares", shared=128),
     KernelEntry(name="norm_and_clip", source="optimizers.cu", block=32, registers=40),
+    KernelEntry(name="state_sums", source="optimizers.cu", block=256, registers=40, shared=256),
     # Two blocks of 128 registers a thread and 64 KiB fit a multiprocessor.
     *(
         KernelEntry(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from zbmd.training.ops.cuda.device_array import DeviceArray
-from zbmd.training.ops.cuda.executor import Executor
+from zbmd.training.native._kernels import state_sum
+from zbmd.training.ops.cuda.device_array import SQUARES_BLOCK, DeviceArray, Out
+from zbmd.training.ops.cuda.executor import Downloads, Executor
 from zbmd.transport.native._native import address_of
 
 SLOTS: Final = 2
@@ -90,3 +92,66 @@ class UploadAhead:
             found = self._slots.pop(0)
             self._slots.append(found)
         return found
+
+
+class StateCopy:
+    """Copies a state to host memory beside what the device computes, with its digest, by a thread of its own.
+
+    The digest is that of what the device holds: `sum_of` of the arrays, one behind the other. It is computed
+    on the device, so a host copy of other bits has another one. One copy is under way at a time.
+    """
+
+    def __init__(self, run: Executor) -> None:
+        self._run, self._downloads = run, Downloads(run.api)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-state")
+        self._under_way: Future[int] | None = None
+
+    def begin(self, pairs: Sequence[tuple[DeviceArray, npt.NDArray[np.float32]]]) -> None:
+        """Begin to copy each array to the host, as it is after what the device was asked for so far.
+
+        The device may not be asked to write them before `settle`.
+        """
+        self._begin([array for array, _ in pairs], pairs)
+
+    def note(self, arrays: Sequence[DeviceArray]) -> None:
+        """Begin to compute the digest of arrays alone, whose bits the host has."""
+        self._begin(arrays, ())
+
+    def _begin(self, arrays: Sequence[DeviceArray], pairs: Sequence[tuple[DeviceArray, Any]]) -> None:
+        self.settle()
+        sums, first = list[DeviceArray](), 0
+        for array in arrays:
+            sums.append(self._sums(array, first))
+            first += array.size
+        self._downloads.follow(self._run.stream)
+        self._under_way = self._pool.submit(self._copy, list(pairs), sums)
+
+    def settle(self) -> int:
+        """Return once the host has what was begun last, with its digest; 0 if nothing was. For any thread."""
+        under_way = self._under_way
+        return 0 if under_way is None else under_way.result()
+
+    def _sums(self, array: DeviceArray, first: int) -> DeviceArray:
+        run, blocks = self._run, -(-array.size // SQUARES_BLOCK)
+        sums = run.empty(blocks, np.uint64)
+        run.launch("state_sums", blocks, Out(sums), array, np.uint64(first), np.uint64(array.size))
+        return sums
+
+    def _copy(self, pairs: Sequence[tuple[DeviceArray, Any]], sums: Sequence[DeviceArray]) -> int:
+        total = 0
+        for one in sums:
+            found = np.empty(one.shape, np.uint64)
+            self._downloads.copy(one, found)
+            total += int(found.sum(dtype=np.uint64))
+        for array, into in pairs:
+            self._downloads.copy(array, into)
+        return total % (1 << 64)
+
+
+def sum_of(state: npt.NDArray[np.float32]) -> int:
+    """Return the digest of a state in host memory that `StateCopy` computes on a device.
+
+    The sum, modulo 2**64, of each 32-bit word times an odd number that depends on its place alone: a hash
+    by inner products, whose order is free. A word that changes always changes it.
+    """
+    return state_sum(state.reshape(-1).view(np.uint32), 0)

@@ -144,7 +144,7 @@ class CodedReplica(BuddyReplica):
 
     def _machine_of(self, **arguments: Any) -> zm.Mirror:
         """See `BuddyReplica`."""
-        del arguments["replicas"]
+        del arguments["replicas"], arguments["beside"]
         return CodedMirror(**arguments, code=self._code)
 
     @property
@@ -248,7 +248,7 @@ class CodedReplica(BuddyReplica):
             faults.hit(COPY_POINT)
             self._encode(work.version)
             copied = digest_of(self._bank.copies[work.slot][: self._bank.lengths[work.slot]])
-        own = digest_of(self._own.slots[self._own.slot])
+        own = self._digest_of_own()
         self.busy_ns += now_ns() - began_ns
         return own, copied
 
@@ -303,7 +303,7 @@ class CodedReplica(BuddyReplica):
             if block == group.data // 2:
                 faults.hit(RESTORE_MIDDLE_POINT)
         faults.hit(RESTORED_POINT)
-        return zm.Restored(digest=digest_of(shard))
+        return zm.Restored(digest=self._digest(shard))
 
     def _left(self, work: Rebuild, block: int) -> list[_ShardAt]:
         """Return as many shards as are needed of those left in the stripe of a block of the own shard."""

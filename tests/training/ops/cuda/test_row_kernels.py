@@ -14,6 +14,7 @@ from zbmd.training import ops
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.autograd.rng import Noise, Purpose
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
+from zbmd.training.native._kernels import state_sum
 from zbmd.training.ops.cuda.operators import noise_numbers, rows_by_token
 from zbmd.training.optim.clip import NORM_BLOCK, clip_scale, global_norm, squared_as_kernel
 from zbmd.training.optim.elementwise import (
@@ -303,3 +304,11 @@ def test_the_norm_is_summed_in_blocks(kind: str) -> None:
     for bad in (np.nan, np.inf):
         run("norm_and_clip", 1, [out], fixed([1.0, bad, 2.0]), 3, 2.5)
         assert not np.isfinite(out[0])
+
+
+def test_the_sums_of_a_state_are_those_of_the_host() -> None:
+    """Blocks of which the last is ragged, in an array behind another one."""
+    words = np.random.default_rng(4).integers(0, 1 << 32, 16_384 + 77, dtype=np.uint32)
+    sums = np.zeros(2, np.uint64)
+    run("state_sums", 2, [sums], words, 5, len(words))
+    assert sums.tolist() == [state_sum(words[:16_384], 5), state_sum(words[16_384:], 5 + 16_384)]

@@ -17,6 +17,11 @@ REPORT_BYTES_MAX = 64 * 1024
 KEPT_STATE = "kept_state"
 """The `kind` of a report that this rank keeps state in memory which is to outlive its launcher."""
 
+DEVICE_LOST = "device_lost"
+"""The `kind` of a report that a device of this host failed: `device`, its index among those visible here."""
+DEVICES_MAX = 1024
+"""Of a host."""
+
 
 class Join(Contract, id="zbmd.host.join"):
     """A rank is listening and asks to be in the next view. See `zbmd.actors.view.Member` for the fields."""

@@ -323,11 +323,6 @@ class BuddyReplica(RedundancyDriver):
         self._pool.shutdown()
         super().close()
 
-    def _settle(self) -> None:
-        """Return once the slots hold what peers are told of them."""
-        if isinstance(self._own, DeviceState):
-            self._own.settle()
-
     # ---- steps
 
     def _keep(self, version: int) -> None:

@@ -338,10 +338,16 @@ class RedundancyDriver(Redundancy):
         if self.applies_first:
             return  # it was voted for when it was made
         assert self._group is not None, "a version is kept in an epoch"
+        self._settle()
         blocking = self._group.blocking
         blocking.barrier()
         self._keep(self._machine.version)
         self.voted(list(blocking.all_gather(self.vote())))
+
+    def _settle(self) -> None:
+        """Return once the slots hold what peers are told of them: a device's are copied beside steps."""
+        if isinstance(self._own, DeviceState):
+            self._own.settle()
 
     def attend(self, everyone: Group, active: Sequence[int], known: int = 0) -> int:
         """See `Redundancy`."""

@@ -71,9 +71,9 @@ class Asked:
 class CommitOptions(JobOptions):
     """One run. `steps` of them lead from version `first` to the last; hosts have `per_host` ranks, 0: all.
 
-    mesh: of `zbmd train`, "": dp. beside: replicas vote for a version beside the step that follows it. sharded:
-    each rank alone holds its shard, as under ZeRO. files: the state is in files, which outlive their ranks.
-    kept: it is in memory that outlives them. talks: the optimizer has an operation in its update, as Muon has.
+    mesh: of `zbmd train`, "": dp. beside: replicas vote for a version beside the step after it. sharded: each
+    rank alone holds its shard, as under ZeRO. files: the state is in files, which outlive their ranks. kept:
+    it is in memory that outlives them. talks: the optimizer has an operation in its update, as Muon has.
     corrupting: memory errs now and then, where a vote or a digest must notice it.
     """
 

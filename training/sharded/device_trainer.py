@@ -21,6 +21,7 @@ from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, MeshGroups
 from zbmd.training.job.step_order import AllBegun, Computed, LateBegun, OrderedSteps
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.graph.steps import FusedSteps
+from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.transfers import StateCopy, sum_of
@@ -94,6 +95,11 @@ class DeviceTrainer(ReplicatedTrainer):
     def settle(self) -> None:
         """See `DeviceState`."""
         self._copy.settle()
+
+    def tensors(self, version: int) -> Iterator[HeldTensor]:
+        """See `StateSource`."""
+        self._copy.settle()
+        return super().tensors(version)
 
     def digest_of(self, flat: Array) -> int:
         """See `DeviceState`."""

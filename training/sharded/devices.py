@@ -6,12 +6,13 @@ A rank of a host takes the GPU of its number among the ranks of that host, modul
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from zbmd.actors.rank.environment import RankEnvironment
+from zbmd.actors.rank.environment import LOST_DEVICES_VARIABLE, RankEnvironment
 from zbmd.collectives.device.windows import WINDOW_BYTES
 from zbmd.training.config import GPTConfig
 from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, Mesh
@@ -129,8 +130,13 @@ class DeviceChoice:
     count: int
 
     @classmethod
-    def of(cls, device: str, count: int, launched: RankEnvironment | None) -> DeviceChoice:
-        """Choose for a rank of a host with `count` visible GPUs. Raises `UserError` for an absent one."""
+    def of(
+        cls, device: str, count: int, launched: RankEnvironment | None, lost: Collection[int] = ()
+    ) -> DeviceChoice:
+        """Choose for a rank of a host with `count` visible GPUs, of which `lost` have failed in this job.
+
+        Raises `UserError` for an absent one, and if all have failed.
+        """
         ranks, place = (1, 0) if launched is None else (launched.ranks_per_host, launched.local_rank)
         found = _NAME.fullmatch(device)
         asked = None if found is None else found["index"]
@@ -139,9 +145,17 @@ class DeviceChoice:
                 raise UserError(
                     f"--device {device}: {count} GPUs are visible here, cuda:0 to cuda:{count - 1}."
                 )
+            if int(asked) in lost:
+                raise UserError(f"--device {device}: this GPU failed. Give cuda, for a rank to take another.")
             return cls(index=int(asked), sharing=ranks, count=count)
-        index = place % count
-        return cls(index=index, sharing=len(range(index, ranks, count)), count=count)
+        index, users = place % count, [len(range(one, ranks, count)) for one in range(count)]
+        if index in lost:
+            left = [one for one in range(count) if one not in lost]
+            if not left:
+                raise UserError(f"--device {device}: all of the {count} GPUs of this host failed.")
+            index = min(left, key=lambda one: (users[one], one))
+            users[index] += 1
+        return cls(index=index, sharing=users[index], count=count)
 
 
 def open_device(
@@ -161,6 +175,12 @@ def open_device(
         return _opened(options, config, mesh, launched)
     except UserError as error:
         return None, f"device cpu: {error}"
+
+
+def lost_devices(environ: Mapping[str, str]) -> frozenset[int]:
+    """Return the GPUs that failed in this job on this host, as its launcher says."""
+    text = environ.get(LOST_DEVICES_VARIABLE, "")
+    return frozenset(int(one[:4]) for one in text.split(",") if one.isdecimal())
 
 
 def open_for_generation(device: str, config: GPTConfig) -> Executor | None:
@@ -212,7 +232,7 @@ def _opened(
         raise UserError(f"--device {options.device}: {reason}.")
     require_kernel(options.training.optimizer)
     shown = f"--device {options.device}"
-    choice = DeviceChoice.of(options.device, _visible(options.device), launched)
+    choice = DeviceChoice.of(options.device, _visible(options.device), launched, lost_devices(os.environ))
     api = _usable(choice, shown)
     facts = api.facts()
     _require_memory(api, device_bytes(options, config, mesh), choice, shown)

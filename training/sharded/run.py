@@ -12,7 +12,8 @@ import msgspec
 
 from zbmd.actors.process.spare import is_spare, rank_given
 from zbmd.actors.rank.environment import JobEnvironment, RankEnvironment
-from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, join
+from zbmd.actors.rank.host_contracts import DEVICE_LOST
+from zbmd.actors.rank.member import INBOX_BYTES_DEFAULT, Worker, join
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.pace import AUTO
 from zbmd.training.checkpoint.sharded import open_state, require_state, write_alone
@@ -34,8 +35,10 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.model.hugging_face import load_gpt2
 from zbmd.training.model.tensor_parallel import PartOfGPT
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
+from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.optim.mixed_precision import storage_dtype
 from zbmd.training.redundancy.buddy import COPIES
+from zbmd.training.redundancy.failures import FailureKind, StepFailed
 from zbmd.training.redundancy.state_file import require_folder
 from zbmd.training.run.ledger import LOG_NAME, begin_log, has_log
 from zbmd.training.run.plain import PlainTrainer
@@ -67,6 +70,7 @@ from zbmd.training.step.memory_estimate import (
 )
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.zero.options import arena_bytes_needed, kept_bytes
+from zbmd.transport.cuda.api import DeviceLost
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import computing_with
 from zbmd.transport.native._native import now_ns
@@ -399,4 +403,23 @@ async def _train(
             if mesh.world_size > 1 and not again and worker.rank == 0:
                 found = redundancy_of(options, mesh, shrinks=shrinks)
                 print(f"redundancy {found}", file=sys.stderr, flush=True)
-            return await Job(worker, task, settings, again=again).run()
+            job = Job(worker, task, settings, again=again)
+            return await (job.run() if executor is None else _on_device(job, worker, executor))
+
+
+async def _on_device(job: Job[TrainResult], worker: Worker, executor: Executor) -> TrainResult | None:
+    """Run a job; if its device is lost, tell the launcher, which replaces this process, on another device."""
+    index, name = executor.api.device, executor.name
+    try:
+        return await job.run()
+    except DeviceLost as error:
+        worker.report({"kind": DEVICE_LOST, "device": index, "reason": str(error)[:1000]})
+        await worker.reported()
+        print(
+            f"rank {worker.rank}: device cuda:{index} ({name}) is lost: {error}", file=sys.stderr, flush=True
+        )
+        raise
+    except StepFailed as error:
+        if error.kind is FailureKind.DIVERGED:
+            print(f"rank {worker.rank}: its state was made by device cuda:{index} ({name})", file=sys.stderr)
+        raise

@@ -7,11 +7,13 @@ beside the step that follows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.transfers import StateCopy, sum_of
@@ -43,6 +45,11 @@ class DeviceZeroRank(ZeroRank):
     def settle(self) -> None:
         """See `DeviceState`."""
         self._copy.settle()
+
+    def tensors(self, version: int) -> Iterator[HeldTensor]:
+        """See `StateSource`."""
+        self._copy.settle()
+        return super().tensors(version)
 
     def digest_of(self, flat: Array) -> int:
         """See `DeviceState`."""

@@ -115,7 +115,14 @@ HANDLE_BYTES: Final = 64
 
 
 class CudaFault(ZbmdError):
-    """A call of CUDA failed. After most of these the process's context is of no more use: end the process."""
+    """A call of CUDA failed. Unless it is a `DeviceLost`, the context can still be used."""
+
+
+class DeviceLost(CudaFault):
+    """The device or this process's context failed, as by an ECC error: every later call fails alike.
+
+    CUDA has no way back within the process: end it, and go on in a new one.
+    """
 
 
 class OutOfDeviceMemory(CudaFault):

@@ -24,6 +24,7 @@ from zbmd.transport.cuda.api import (
     DeviceBytes,
     DeviceFacts,
     DeviceKernels,
+    DeviceLost,
     Dim3,
     KernelArgument,
     ModuleImage,
@@ -54,6 +55,10 @@ _SHARED_BYTES_DEFAULT: Final = 48 * 1024
 """Dynamic shared memory that a kernel may have without asking."""
 _MEMORY_ALLOCATION: Final = 2
 """cudaErrorMemoryAllocation."""
+_LOST: Final = frozenset({46, 214, 220, 226, 700, 702, *range(709, 713), *range(714, 722)})
+"""Statuses after which nothing works in this process, of CUDA's runtime and driver alike: the device is not
+available, uncorrectable ECC and NVLink errors, contained memory errors, illegal addresses and instructions,
+a timeout or a failure of a launch, a context that is destroyed, an assertion."""
 _BLOCK_THREADS: Final = 256
 _BLOCKS_MAX: Final = 2048
 """Enough to fill any device; kernels go on in strides of the grid."""
@@ -110,6 +115,13 @@ def visible_devices() -> int:
         raise UserError(f"no GPU can be used ({error}): check the driver with nvidia-smi") from error
 
 
+def fault_of(status: int) -> type[CudaFault]:
+    """Return the error of a status, cudaError_t or CUresult."""
+    if status == _MEMORY_ALLOCATION:
+        return OutOfDeviceMemory
+    return DeviceLost if status in _LOST else CudaFault
+
+
 class CudaRuntime:
     """See `zbmd.transport.cuda.api.CudaApi`: the GPU of index `device`."""
 
@@ -132,8 +144,7 @@ class CudaRuntime:
             runtime.setDevice(self.device)
             return getattr(runtime, name)(*arguments)
         except runtime.CUDARuntimeError as error:
-            kind = OutOfDeviceMemory if getattr(error, "status", 0) == _MEMORY_ALLOCATION else CudaFault
-            raise kind(f"{name} on GPU {self.device}: {error}") from error
+            raise fault_of(getattr(error, "status", 0))(f"{name} on GPU {self.device}: {error}") from error
 
     def _driver_call(self, name: str, *arguments: Any) -> None:
         """A call of the driver's, in our device's context."""
@@ -144,7 +155,7 @@ class CudaRuntime:
             self._threads.has_context = True
         status = int(getattr(_libcuda(), name)(*arguments))
         if status != _SUCCESS:
-            raise CudaFault(f"{name} on GPU {self.device}: CUresult {status}")
+            raise fault_of(status)(f"{name} on GPU {self.device}: CUresult {status}")
 
     # -- devices -----------------------------------------------------------------------------------------
 

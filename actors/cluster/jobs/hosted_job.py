@@ -61,8 +61,15 @@ from zbmd.actors.hangs.verdict import (
 )
 from zbmd.actors.hangs.wire import cut
 from zbmd.actors.process.template import ForkRequest
-from zbmd.actors.rank.environment import RankEnvironment, port_of_job, progress_deadline_ns
+from zbmd.actors.rank.environment import (
+    LOST_DEVICES_VARIABLE,
+    RankEnvironment,
+    port_of_job,
+    progress_deadline_ns,
+)
 from zbmd.actors.rank.host_contracts import (
+    DEVICE_LOST,
+    DEVICES_MAX,
     KEPT_STATE,
     Join,
     Linked,
@@ -324,6 +331,7 @@ class HostedJob:
         threads = thread_share(variables, ranks=spec.ranks_per_node, cores=usable_cpus())
         self._threads = threads.variables
         self._relay = HangRelay(spec.job, handler.send)
+        self._lost_devices: set[int] = set()
         self._step = -1
         """The highest that a rank has reported."""
         self._links: HostLinks | None = None
@@ -395,7 +403,7 @@ class HostedJob:
 
         master_host: MASTER_ADDR of the ranks on all hosts; more: variables of this rank alone.
         """
-        spec, elsewhere = self.spec, bool(self._listen)
+        spec, elsewhere, lost = self.spec, bool(self._listen), sorted(self._lost_devices)
         environment = RankEnvironment(
             rank=key.rank,
             world_size=spec.world_size,
@@ -425,6 +433,7 @@ class HostedJob:
                 **self._captured,
                 **self._threads,
                 **self._environment,
+                **({LOST_DEVICES_VARIABLE: ",".join(map(str, lost))} if lost else {}),
                 **environment.variables(),
                 "MASTER_ADDR": master_host,
             },
@@ -467,6 +476,10 @@ class HostedJob:
             if self._snapshots is not None:
                 self._snapshots.keep(self._kept)
             return
+        device = payload.get("device") if payload.get("kind") == DEVICE_LOST else None
+        if isinstance(device, int) and 0 <= device < DEVICES_MAX:
+            self._lost_devices.add(device)
+            log.warning("a device failed; ranks that start take others", device=device, rank=message.rank)
         step = payload.get("version") if payload.get("kind") == "step" else None
         if isinstance(step, int) and step > self._step:
             self._step = step

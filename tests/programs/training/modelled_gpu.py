@@ -15,7 +15,7 @@ from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.device.arrays import CUDA
 from zbmd.training.sharded import devices
 from zbmd.training.sharded.__main__ import main
-from zbmd.transport.cuda.api import CudaFault
+from zbmd.transport.cuda.api import DeviceLost
 
 GPUS = 2
 MEMORY_VARIABLE = "MODELLED_GPU_BYTES"
@@ -33,7 +33,7 @@ def model_gpus() -> ModelHost:
 
     def run(launch: ModelLaunch) -> None:
         if next(left) == fails_at and is_hit:
-            raise CudaFault("uncorrectable ECC error encountered")
+            raise DeviceLost("uncorrectable ECC error encountered")
         by_numpy(launch)
 
     host = ModelHost(

@@ -70,7 +70,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, tmp_path: Path) -> None:
     """Two ranks, a GPU each; the bound is that of bf16 activations. Kills: `test_gpu_engine`.
 
-    A device error costs the process, as CUDA demands; its replacement goes on with the same bits.
+    A device error costs the process, as CUDA demands; its replacement goes on, on another GPU, with the same
+    bits.
     """
     code, found, lines = _run(_options(tmp_path / "cuda", data), 2)
     assert code == 0 and found, lines
@@ -87,6 +88,8 @@ def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, t
     failing = {modelled_gpu.FAIL_VARIABLE: "250"}  # in the second step
     code, again, lines = _run(_options(tmp_path / "failing", data), 2, restarts=2, environment=failing)
     assert code == 0 and "uncorrectable ECC" in "".join(lines), lines
+    shown = "\n".join(lines)
+    assert "rank 1: device cuda:0 (Modelled GPU, 0000:01:00.0), shared by 2 ranks" in shown, "it has moved"
     assert again["weights_sha256"] == found["weights_sha256"], "in a new process, with a new context"
 
 

@@ -135,3 +135,19 @@ def test_devices_that_do_not_exist() -> None:
     with pytest.raises(UserError, match="expected cpu, cuda, cuda:N or auto, got 'gpu'"):
         recipe_of(["--device", "gpu"])
     assert recipe_of(["--device", "cuda:3"]).device == "cuda:3"
+
+
+def test_a_rank_leaves_a_gpu_that_failed_for_the_one_with_the_fewest_ranks() -> None:
+    def chosen(rank: int, lost: str, device: str = "cuda") -> tuple[int, int]:
+        launched = RankEnvironment(rank=rank, world_size=5, job=1, incarnation=2, node_address="")
+        failed = devices.lost_devices({"ZBMD_LOST_DEVICES": lost})
+        found = DeviceChoice.of(device, 3, launched, failed)
+        return found.index, found.sharing
+
+    assert [chosen(rank, "") for rank in range(5)] == [(0, 2), (1, 2), (2, 1), (0, 2), (1, 2)]
+    assert chosen(0, "0") == (2, 2), "one rank is on cuda:2, two are on cuda:1"
+    assert chosen(1, "0") == (1, 2), "a healthy one is kept"
+    assert chosen(0, "0,2") == (1, 3)
+    for device, lost in (("cuda", "0,1,2"), ("cuda:1", "1")):
+        with pytest.raises(UserError, match="failed"):
+            chosen(1, lost, device)

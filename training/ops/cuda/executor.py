@@ -16,14 +16,24 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from zbmd.training.ops.cuda.compiler import Compiler
 from zbmd.training.ops.cuda.device_array import Block, DeviceArray, Out, Pool
 from zbmd.training.ops.cuda.table import BY_NAME, PORTABLE, compile_source
-from zbmd.transport.cuda.api import CudaApi, CudaFault, DeviceBytes, ModuleImage, OutOfDeviceMemory
+from zbmd.transport.cuda.api import (
+    CudaApi,
+    CudaFault,
+    DeviceBytes,
+    DeviceLost,
+    ModuleImage,
+    OutOfDeviceMemory,
+)
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
+
+log: Final = structlog.stdlib.get_logger("zbmd.device")
 
 PIECE_BYTES: Final = 1 << 22
 PIECES: Final = 3
@@ -162,6 +172,8 @@ class Executor:
         """Launches so far, of kernels and of graphs."""
         self.kernels = 0
         """Kernels that were asked for so far, those of graphs included."""
+        self.retries = 0
+        """Launches that were refused, and then tried again."""
         self._before_step, self._of_step = (0, 0), dict[int, tuple[int, int]]()
         self.uploads: Final = api.stream_create()
         """The stream of copies to the device that run beside what it computes."""
@@ -306,11 +318,31 @@ class Executor:
         if not x * y * z:
             return
         given = [_given(one) for one in arguments]
-        self.api.launch_function(
-            self._function(name), (x, y, z), (entry.block, 1, 1), entry.dynamic, given, self._asked
+        function, stream = self._function(name), self._asked
+        self._tried(
+            name,
+            lambda: self.api.launch_function(
+                function, (x, y, z), (entry.block, 1, 1), entry.dynamic, given, stream
+            ),
         )
         self.launches += 1
         self.kernels += 1
+
+    def _tried(self, what: str, ask: Callable[[], None]) -> None:
+        """Ask the device for a launch, once more if it refuses: nothing of a launch that is refused has run.
+
+        A capture ends by the first refusal. Raises `CudaFault`.
+        """
+        try:
+            ask()
+        except (DeviceLost, OutOfDeviceMemory):
+            raise
+        except CudaFault as error:
+            if self._is_capturing:
+                raise
+            self.retries += 1
+            log.warning("a launch was refused, and is tried again", kernel=what, reason=str(error))
+            ask()
 
     def each(self, name: str, elements: int, *arguments: Argument) -> None:
         """Launch a kernel that goes over so many elements in strides of its grid."""
@@ -359,7 +391,7 @@ class Executor:
 
     def replay(self, graph: Graph) -> None:
         """Ask the device for all of a graph, as one launch, with what its arrays hold then."""
-        self.api.graph_launch(graph.number, self.stream)
+        self._tried("graph", lambda: self.api.graph_launch(graph.number, self.stream))
         self.launches += 1
         self.kernels += graph.launches
 

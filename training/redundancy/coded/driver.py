@@ -158,6 +158,7 @@ class CodedReplica(BuddyReplica):
     ) -> int:
         """See `Redundancy`. To this rank all shards differ."""
         self._group, self._cancellation = group, Cancellation()
+        self._settle()
         ranks, domains = group.size, group.view.domains(group.members)
         report = self._coded.coded_report(known, self._digests_now())
         row = CodedRow(held=report, handles=self._bank.handles).encoded(ranks)

@@ -470,6 +470,12 @@ CHECKS: Final = (
         run=lambda: overlap.uploads(engine.on_gpu()),
     ),
     Check(
+        name="engine, state",
+        needs=Needs(),
+        would="copy a state to the host beside kernels, and compare its digest with the device's",
+        run=lambda: overlap.state(engine.on_gpu()),
+    ),
+    Check(
         name="engine, job",
         needs=Needs(),
         would="train by zbmd train --device cuda on two ranks, kill one, and compare the weights' bits",

@@ -1,4 +1,4 @@
-"""What runs beside the step on a GPU: uploads of batches. Each function takes what it runs on."""
+"""What runs beside the step on a GPU: uploads of batches, copies of the state. Each takes what it runs on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zbmd.training.model.gpt import GPT
 from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.module import DeviceModule
+from zbmd.training.ops.cuda.transfers import StateCopy, sum_of
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
@@ -45,3 +46,25 @@ def uploads(run: Executor, config: GPTConfig = SMALL) -> str:
         raise UserError("a batch that was uploaded beside the one before it gave other bits")
     before, after = (statistics.median(took for _, took in every) for every in (plain, beside))
     return f"{len(batches)} batches, the same bits; {before:.0f} µs each, {after:.0f} µs uploaded ahead"
+
+
+def state(run: Executor, elements: int = 1 << 26) -> str:
+    """Copy a state to the host, alone and beside kernels: the bits, and the device's digest of them?"""
+    values = np.random.default_rng(0).standard_normal(elements).astype(np.float32)
+    held, other, slot = run.upload(values), run.zeros(elements, np.float32), np.zeros(elements, np.float32)
+    copy, took_ms = StateCopy(run), dict[bool, float]()
+    for beside in (False, True):
+        slot[:] = 0
+        run.api.stream_synchronize(run.stream)
+        started_ns = now_ns()
+        copy.begin([(held, slot)])
+        for _ in range(20 if beside else 0):
+            other += held
+        digest = copy.settle()
+        took_ms[beside] = (now_ns() - started_ns) / 1e6
+        if slot.tobytes() != values.tobytes() or digest != sum_of(slot):
+            raise UserError(f"the copy has digest {sum_of(slot):016x}, the device's is {digest:016x}")
+    return (
+        f"{values.nbytes >> 20} MiB with the device's digest; {took_ms[False]:.1f} ms alone, "
+        f"{took_ms[True]:.1f} ms beside kernels"
+    )

@@ -78,7 +78,7 @@ class Fault:
 
 @dataclass(slots=True)
 class _Meeting:
-    """The kills of one entry of a job. A process that comes listens at an address, which ends with its process."""
+    """The kills of one entry of a job. A process that comes listens at an address."""
 
     job: int
     kills: Sequence[Fault]

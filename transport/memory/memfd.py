@@ -392,7 +392,7 @@ class Filler:
     memory that is available is read, since others allocate meanwhile. before: bytes of the mapping that lie
     in another file; is_there: the pages are allocated already, and wanted ones are only mapped.
 
-    In a process that is forked meanwhile the thread is missing: it is started again once pages are wanted there.
+    In a process that is forked meanwhile the thread is missing: it is started again once pages are wanted.
     """
 
     def __init__(

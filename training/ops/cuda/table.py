@@ -24,7 +24,7 @@ class KernelEntry:
 
     name: str
     source: str
-    """A file beside this module."""
+    """A file beside this module, or in the folder `hopper`."""
     block: int
     """Threads of a block."""
     registers: int
@@ -62,6 +62,40 @@ def _attention(depth: int, keys_block: int, *registers: int) -> list[KernelEntry
     ]
 
 
+def _fp8() -> list[KernelEntry]:
+    """Return the kernels of FP8: rounding, scales, and products of K-major operands."""
+    source, hopper = "hopper/fp8.cu", PORTABLE[1:]
+    formats = ("e4m3", "e5m2")
+    found = [
+        KernelEntry(
+            name=f"fp8_quantise_{form}_{kind}",
+            source=source,
+            block=256,
+            registers=40,
+            shared=5120,
+            architectures=hopper,
+        )
+        for form in formats
+        for kind in ("f32", "bf16")
+    ]
+    found += [
+        KernelEntry(name=f"fp8_scale_{one}", source=source, block=32, registers=48, architectures=hopper)
+        for one in formats
+    ]
+    found += [
+        KernelEntry(
+            name=f"fp8_{kinds}",
+            source=source,
+            block=256,
+            registers=200,
+            dynamic=128 * 1024,
+            architectures=hopper,
+        )
+        for kinds in ("e4m3_e4m3_bf16", "e5m2_e4m3_bf16", "e4m3_e5m2_f32")
+    ]
+    return found
+
+
 KERNELS: Final[tuple[KernelEntry, ...]] = (
     *_both("norm.cu", 32, "rms_norm", "layer_norm", "rms_norm_grad", "layer_norm_grad", shared=128),
     *_both("norm.cu", 40, "norm_gain_grad", shared=2112),
@@ -89,7 +123,7 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
     *(
         KernelEntry(
             name=f"wgmma_{form}_{kind}",
-            source="matmul_wgmma.cu",
+            source="hopper/products.cu",
             block=256,
             registers=255,
             dynamic=192 * 1024,
@@ -98,6 +132,7 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
         for form in ("nn", "nt", "tn")
         for kind in ("f32", "bf16")
     ),
+    *_fp8(),
     KernelEntry(name="cache_rows", source="cached.cu", block=256, registers=40),
     KernelEntry(name="attention_cached", source="cached.cu", block=128, registers=64, shared=4128),
     *_attention(64, 128, 160, 248, 176),
@@ -109,14 +144,18 @@ BY_NAME: Final[Mapping[str, KernelEntry]] = {kernel.name: kernel for kernel in K
 
 @cache
 def read_source(name: str) -> str:
-    """Return the text of a source or a header beside this module."""
-    return (resources.files(PACKAGE) / name).read_text()
+    """Return the text of a source or a header, by its path from this module."""
+    return resources.files(PACKAGE).joinpath(*name.split("/")).read_text()
 
 
 def headers() -> dict[str, str]:
     """Return our headers, by name."""
-    found = (one.name for one in resources.files(PACKAGE).iterdir() if one.name.endswith(".cuh"))
-    return {name: read_source(name) for name in sorted(found)}
+    found = dict[str, str]()
+    for folder in ("", "hopper/"):
+        here = resources.files(PACKAGE).joinpath(folder)
+        names = (one.name for one in here.iterdir() if one.name.endswith(".cuh"))
+        found |= {name: read_source(folder + name) for name in sorted(names)}
+    return found
 
 
 def compile_source(compiler: Compiler, source: str, architecture: str) -> Compiled:

@@ -35,6 +35,25 @@ MUTATIONS = {
         *("wgmma_nt_f32", "load(step + STAGES - 2);", "load(step + STAGES - 1);"),
         *(ptx.RaceFound, "still reading|no order"),
     ),
+    "FP8: no fence before wgmma": (
+        *("fp8_e4m3_e4m3_bf16", "fence_for_wgmma();", "", ptx.RaceFound, "fence.proxy.async"),
+    ),
+    "FP8: sums that are read before the wait": (
+        *("fp8_e4m3_e4m3_bf16", "wgmma_wait<0>();", "wgmma_wait<1>();"),
+        *(ptx.UninitialisedRead, "wgmma has still to write it"),
+    ),
+    "FP8: a stage that is filled too early": (
+        *("fp8_e4m3_e4m3_bf16", "load(step + STAGES - 1);", "load(step + STAGES);"),
+        *(ptx.RaceFound, "still reading|no order|still writing"),
+    ),
+    "FP8: a wait for one copy too few": (
+        *("fp8_e4m3_e4m3_bf16", "copy_async_wait<STAGES - 2>();", "copy_async_wait<STAGES - 1>();"),
+        *(ptx.RaceFound, "still writing"),
+    ),
+    "FP8: no barrier before the transposed tile is read": (
+        *("fp8_quantise_e4m3_f32", "__syncthreads();  // the transposed", "// the transposed"),
+        *(ptx.RaceFound, "no order"),
+    ),
     "an edge that is not checked": (
         *("matmul_nt_f32", "bool wanted = y < rows && x < columns;", "bool wanted = x < columns;"),
         *(ptx.MemoryFault, "is outside matmul_nt_f32_param_[12]"),
@@ -47,13 +66,26 @@ def test_a_planted_fault_is_found(name: str) -> None:
     entry, before, after, error, message = MUTATIONS[name]
     kernel = BY_NAME[entry]
     # One kernel of the source is enough.
-    text = re.sub(rf"^PRODUCT\((?!{entry},).*$", "", read_source(kernel.source), flags=re.MULTILINE)
+    pattern = rf"^(PRODUCT8?|QUANTISE|UPDATE)\((?!{entry},).*$"
+    text = re.sub(pattern, "", read_source(kernel.source), flags=re.MULTILINE)
     assert text.count(before) == 1, "the kernel has changed: plant the fault where it belongs now"
     mutant = compiled(text.replace(before, after), entry, kernel.architectures[-1])
-    random = np.random.default_rng(0)
-    m, n, k = 40, 24, 320  # five or more steps, so that each stage is used again
-    a, b = fixed(random.standard_normal((m, k)), "bf16"), fixed(random.standard_normal((n, k)), "bf16")
-    arguments: list[Any] = [ptx.Buffer(empty((m, n)), initialised=False), ptx.Buffer(a), ptx.Buffer(b)]
-    arguments += [m, n, k, 0, 0, 0, 1.0, 0]
     with pytest.raises(error, match=message):
-        ptx.launch(mutant, grid=1, block=kernel.block, arguments=arguments, shared=kernel.dynamic)
+        ptx.launch(mutant, grid=1, block=kernel.block, arguments=_arguments(entry), shared=kernel.dynamic)
+
+
+def _arguments(entry: str) -> list[Any]:
+    """Return arguments of one block, with steps enough that each stage is used again."""
+    random = np.random.default_rng(0)
+    if entry.startswith("fp8_quantise"):
+        q, x = (ptx.Buffer(empty((64, 64), one), initialised=one == "f32") for one in ("u1", "f32"))
+        turned, most = ptx.Buffer(empty((64, 64), "u1")), ptx.Buffer(empty(1))
+        return [q, turned, most, x, ptx.Buffer(fixed([1.0])), 64, 64]
+    m, n, k = 40, 32, 640 if entry.startswith("fp8") else 320
+    shapes, result = ((m, k), (n, k)), ptx.Buffer(empty((m, n), entry.rpartition("_")[2]), initialised=False)
+    if entry.startswith("fp8"):
+        a, b = (ptx.Buffer(fixed(random.integers(0, 100, shape), "u1")) for shape in shapes)
+        scales = [ptx.Buffer(fixed([1.0])) for _ in "ab"]
+        return [result, a, b, m, n, k, *scales, 0, 0, 0, 0]
+    a, b = (ptx.Buffer(fixed(random.standard_normal(shape), "bf16")) for shape in shapes)
+    return [result, a, b, m, n, k, 0, 0, 0, 1.0, 0]

@@ -1,0 +1,139 @@
+"""Kernels of FP8 run from their PTX: rounding, scales and products, with the bits of numpy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.devices.kernel_runs import empty, fixed, run, same, wide
+
+from zbmd.tools.lab.ptx.tensor_cores import multiply_add
+from zbmd.training.ops.fp8 import DelayedScaling, Format, ScalingConfig, quantised
+
+Array = npt.NDArray[Any]
+NAMES = {Format.E4M3: "e4m3", Format.E5M2: "e5m2"}
+DEPTH = 128
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+@pytest.mark.parametrize("form", Format)
+def test_a_tensor_is_rounded_in_both_orientations(form: Format, kind: str) -> None:
+    """Two blocks and an edge in both directions; what is not finite; the largest magnitude of each block."""
+    rows, columns, scale = 80, 144, 32.0
+    values = np.random.default_rng(0).standard_normal((rows, columns)) * 2
+    values[3, 5], values[70, 130], values[2, 100], values[1, 1] = np.nan, np.inf, 1e30, -1e-30
+    x, blocks = fixed(values, kind), (-(-columns // 64), -(-rows // 64))
+    q, turned, most = empty((rows, columns), "u1"), empty((columns, rows), "u1"), empty(blocks[::-1])
+    name = f"fp8_quantise_{NAMES[form]}_{kind}"
+    taken = run(name, blocks, [q, turned, most], x, fixed([scale]), rows, columns)
+    expected = quantised(x, scale, form)
+    same(q.view(form.dtype), expected)
+    same(turned.view(form.dtype), expected.T)
+    pieces = [
+        [np.abs(wide(x[j : j + 64, i : i + 64])).max() for i in range(0, columns, 64)]
+        for j in range(0, rows, 64)
+    ]
+    np.testing.assert_array_equal(most, pieces)
+    assert taken.counters.ratio(taken.counters.shared) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_whole_tiles_are_rounded_without_waste(kind: str) -> None:
+    x = fixed(np.random.default_rng(0).standard_normal((64, 64)), kind)
+    q, turned, most = empty((64, 64), "u1"), empty((64, 64), "u1"), empty(1)
+    taken = run(f"fp8_quantise_e4m3_{kind}", (1, 1), [q, turned, most], x, fixed([1.0]), 64, 64)
+    assert taken.counters.ratio(taken.counters.shared) == 1.0
+    assert taken.counters.ratio(taken.counters.sectors) <= 1.1
+
+
+def test_one_orientation_alone() -> None:
+    x = fixed(np.random.default_rng(0).standard_normal((16, 32)))
+    for place in range(2):
+        q, most = empty((16, 32) if place == 0 else (32, 16), "u1"), empty(1)
+        given = (q, None) if place == 0 else (None, q)
+        run("fp8_quantise_e4m3_f32", (1, 1), [], *given, most, x, fixed([1.0]), 16, 32)
+        expected = quantised(x, 1.0, Format.E4M3)
+        same(q.view(Format.E4M3.dtype), expected if place == 0 else expected.T)
+
+
+@pytest.mark.parametrize("form", Format)
+def test_scales_on_a_device_are_those_of_the_machine(form: Format) -> None:
+    """The same bits of state after each step, over more steps than the history has places."""
+    machine = DelayedScaling([form], ScalingConfig(history=3, margin=1))
+    state = machine.state[0].copy()
+    random = np.random.default_rng(0)
+    magnitudes = [*(2.0 ** random.uniform(-30, 30, 5)), 448.0, 449.0, 0.0, np.inf, 1e-42, 0.0, 0.0, np.nan]
+    for step, top in enumerate(magnitudes):
+        most = fixed(np.append(np.abs(random.standard_normal(40)) * min(top, 1.0) / 8, top))
+        run(f"fp8_scale_{NAMES[form]}", 1, [], state, most, len(most), fixed([step], "i4"), 3, 1)
+        machine.observe([most.max()])
+        np.testing.assert_array_equal(state, machine.state[0])
+
+
+def _in_steps(a: Array, b: Array, kinds: tuple[str, str]) -> npt.NDArray[np.float32]:
+    """Return a (m, k) times b (n, k) transposed: k in fours of 32 in the accumulators, these in float32."""
+    sums = np.zeros((len(a), len(b)), np.float32)
+    for start in range(0, a.shape[1], DEPTH):
+        part = np.zeros_like(sums)
+        for at in range(start, min(start + DEPTH, a.shape[1]), 32):
+            left, right = (one[:, at : at + 32].astype(np.float64) for one in (a, b))
+            part = multiply_add(left, right.T, part, kinds)
+        sums += part
+    return sums
+
+
+PRODUCTS = {
+    "fp8_e4m3_e4m3_bf16": (Format.E4M3, Format.E4M3),
+    "fp8_e5m2_e4m3_bf16": (Format.E5M2, Format.E4M3),
+    "fp8_e4m3_e5m2_f32": (Format.E4M3, Format.E5M2),
+}
+
+
+def _operands(name: str, m: int, n: int, k: int) -> tuple[Array, Array, Array, Array]:
+    """Return a, b and the scales that both were multiplied by."""
+    random, found = np.random.default_rng(m + n + k), list[Array]()
+    for rows, form, scale in zip((m, n), PRODUCTS[name], (2.0**6, 2.0**-3), strict=True):
+        found.append(quantised(random.standard_normal((rows, k)) / scale * 4, scale, form))
+    return found[0], found[1], fixed([2.0**6]), fixed([2.0**-3])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_has_the_bits_of_its_instructions(name: str) -> None:
+    """Two tiles and an edge in each direction, and more steps than stages."""
+    m, n, k = 136, 24, 5 * DEPTH + 48
+    a, b, scale_a, scale_b = _operands(name, m, n, k)
+    c = empty((m, n), name.rpartition("_")[2])
+    given = (fixed(a.view("u1"), "u1"), fixed(b.view("u1"), "u1"))
+    run(name, (1, 2), [c], *given, m, n, k, scale_a, scale_b, None, None, None, 0)
+    kinds = tuple(NAMES[one] for one in PRODUCTS[name])
+    expected = _in_steps(a, b, kinds) / np.float32(8)
+    np.testing.assert_array_equal(wide(c), wide(expected.astype(c.dtype)))
+    exact = a.astype(np.float64) @ b.astype(np.float64).T / 8
+    assert np.abs(wide(c) - exact).max() < 3e-3 * np.abs(exact).max()
+
+
+def test_a_product_of_whole_tiles_wastes_nothing_and_has_an_epilogue() -> None:
+    name, (m, n, k) = "fp8_e4m3_e4m3_bf16", (128, 128, 128)
+    a, b, scale_a, scale_b = _operands(name, m, n, k)
+    c, before = empty((m, n), "bf16"), empty((m, n), "bf16")
+    random = np.random.default_rng(1)
+    bias, residual = fixed(random.standard_normal(n)), fixed(random.standard_normal((m, n)), "bf16")
+    given = (fixed(a.view("u1"), "u1"), fixed(b.view("u1"), "u1"))
+    taken = run(name, (1, 1), [c], *given, m, n, k, scale_a, scale_b, bias, residual, before, 2)
+    x = _in_steps(a, b, ("e4m3", "e4m3")) / np.float32(8) + bias
+    np.testing.assert_allclose(wide(before), x, rtol=2**-8)
+    np.testing.assert_allclose(wide(c), np.maximum(x, 0) ** 2 + wide(residual), rtol=2**-8, atol=1e-5)
+    assert taken.counters.ratio(taken.counters.shared) == 1.0
+    assert taken.counters.ratio(taken.counters.sectors) <= 1.1
+
+
+def test_what_is_not_finite_reaches_its_row_and_column_only() -> None:
+    name, (m, n, k) = "fp8_e4m3_e5m2_f32", (16, 16, 32)
+    a, b, scale_a, scale_b = _operands(name, m, n, k)
+    a[3, 5], b[7, 2] = np.nan, np.inf
+    c, given = empty((m, n)), (fixed(a.view("u1"), "u1"), fixed(b.view("u1"), "u1"))
+    run(name, (1, 1), [c], *given, m, n, k, scale_a, scale_b, None, None, None, 0)
+    bad = ~np.isfinite(c)
+    assert bad[3].all() and bad[:, 7].all() and bad.sum() == m + n - 1

@@ -1,0 +1,147 @@
+"""Numbers of 8 bits: how values are rounded to them, and delayed scaling, which chooses each tensor's scale.
+
+The machine needs no device; `ops/cuda/hopper/fp8.cu` computes the same bits on one. Formats: P. Micikevicius
+and others, "FP8 formats for deep learning", 2022. Delayed scaling follows NVIDIA's Transformer Engine, except
+that a scale is a power of two, so that multiplying by it is exact.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from zbmd.transport.errors import UserError
+
+Array = npt.NDArray[Any]
+SCALE_EXPONENT_MOST: Final = 60
+"""Of either sign: the product of two inverse scales is then a normal float32."""
+_TINY: Final = np.finfo(np.float32).tiny
+
+
+class Format(Enum):
+    """E4M3 has more precision, for weights and activations; E5M2 more range, for gradients."""
+
+    E4M3 = "float8_e4m3fn"
+    E5M2 = "float8_e5m2"
+
+    @property
+    def largest(self) -> float:
+        """Return the largest finite number: 1.75 times a power of two."""
+        return 448.0 if self is Format.E4M3 else 57344.0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return numpy's dtype. Raises `UserError` if ml_dtypes is missing."""
+        try:
+            return np.dtype(getattr(importlib.import_module("ml_dtypes"), self.value))
+        except ImportError as error:
+            raise UserError("FP8 needs ml_dtypes: pip install 'zbmd[bfloat16]'.") from error
+
+
+def quantised(values: Array, scale: float, form: Format) -> Array:
+    """Return `values` times `scale`, rounded to nearest even.
+
+    What is too large becomes the largest number of its sign. An infinity becomes NaN: as the largest number
+    it would be hidden.
+    """
+    wide = values.astype(np.float32)
+    with np.errstate(over="ignore"):
+        inside = np.clip(wide * np.float32(scale), -form.largest, form.largest)
+    return np.where(np.isinf(wide), np.float32(np.nan), inside).astype(form.dtype)
+
+
+def scale_for(most: float, before: float, form: Format, *, margin: int = 0) -> float:
+    """Return the largest power of two by which `most` stays in the range, divided by 2**margin.
+
+    `before` if `most`, the largest magnitude seen, is zero, subnormal or not finite: then it says nothing.
+    """
+    if not _TINY <= most < np.inf:
+        return before
+    fraction, exponent = np.frexp(np.float32(most))
+    room, top = np.frexp(np.float32(form.largest))
+    power = int(top) - int(exponent) - int(fraction > room) - margin
+    return float(2.0 ** max(-SCALE_EXPONENT_MOST, min(SCALE_EXPONENT_MOST, power)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingConfig:
+    """Of delayed scaling. history: steps that are remembered. margin: powers of two that are left free."""
+
+    history: int = 16
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises `UserError` for what no scale can follow from."""
+        if not 1 <= self.history <= 1024 or not 0 <= self.margin <= 32:
+            raise UserError(
+                f"expected a history of 1 to 1024 steps and a margin of 0 to 32, got {self.history} and "
+                f"{self.margin}"
+            )
+
+
+class DelayedScaling:
+    """The scales of some tensors, each from the largest magnitudes that the steps before have seen.
+
+    A tensor is rounded with the scale that is known when a step begins, and its largest magnitude is measured
+    on the way, so no tensor is read twice. `state` is float32, (tensors, 1 + history): each row is a scale,
+    then the history, in which step s has place s % history. It is a part of the training state: a checkpoint
+    has to keep it.
+    """
+
+    def __init__(self, formats: Sequence[Format], config: ScalingConfig | None = None) -> None:
+        self.formats: Final = tuple(formats)
+        self.config: Final = config or ScalingConfig()
+        self.step = 0
+        self.state: Final = np.zeros((len(self.formats), 1 + self.config.history), np.float32)
+        self.state[:, 0] = 1.0
+
+    @property
+    def scales(self) -> npt.NDArray[np.float32]:
+        """Return the scale of each tensor in the step that comes."""
+        return self.state[:, 0].copy()
+
+    def observe(self, most: Sequence[float] | Array) -> None:
+        """End a step: enter the largest magnitude of each tensor, and choose the scales of the next.
+
+        What is not finite is entered as zero: one bad step must not decide the scales of the next ones.
+        """
+        found = np.asarray(most, np.float32)
+        if found.shape != (len(self.formats),):
+            raise UserError(f"expected {len(self.formats)} largest magnitudes, got shape {found.shape}")
+        place = 1 + self.step % self.config.history
+        self.state[:, place] = np.where(np.isfinite(found), np.abs(found), np.float32(0))
+        for row, form in zip(self.state, self.formats, strict=True):
+            row[0] = scale_for(float(row[1:].max()), float(row[0]), form, margin=self.config.margin)
+        self.step += 1
+
+    def arrays(self) -> dict[str, Array]:
+        """Return copies of all that a checkpoint has to keep."""
+        return {"fp8_state": self.state.copy(), "fp8_step": np.array(self.step, np.int64)}
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Take what `arrays` returned. Raises `UserError` for what no machine of this shape has written."""
+        missing = {"fp8_state", "fp8_step"} - set(arrays)
+        if missing:
+            raise UserError(
+                f"expected the arrays fp8_state and fp8_step, found no {', '.join(sorted(missing))}"
+            )
+        state, step = arrays["fp8_state"], arrays["fp8_step"]
+        if state.shape != self.state.shape or state.dtype != np.float32 or step.shape:
+            raise UserError(
+                f"expected FP8 scales of {self.state.shape[0]} tensors with a history of "
+                f"{self.config.history} in float32, found {state.shape} in {state.dtype}: use the model and "
+                "the history that the checkpoint was written with"
+            )
+        scales = state[:, 0]
+        exponents = np.frexp(scales)
+        powers = (exponents[0] == 0.5) & (np.abs(exponents[1] - 1) <= SCALE_EXPONENT_MOST)
+        if not powers.all() or not np.isfinite(state).all() or (state < 0).any() or int(step) < 0:
+            raise UserError("FP8 scales that are not powers of two, or a history that is not finite: damaged")
+        self.state[:] = state
+        self.step = int(step)

@@ -39,7 +39,8 @@ class Format(Enum):
     def dtype(self) -> np.dtype[Any]:
         """Return numpy's dtype. Raises `UserError` if ml_dtypes is missing."""
         try:
-            return np.dtype(getattr(importlib.import_module("ml_dtypes"), self.value))
+            found: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), self.value))
+            return found
         except ImportError as error:
             raise UserError("FP8 needs ml_dtypes: pip install 'zbmd[bfloat16]'.") from error
 

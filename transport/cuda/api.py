@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
+from zbmd.transport.cuda.tiles import DeviceTiles
 from zbmd.transport.errors import ZbmdError
 
 # What a device and its driver can do, and which way bytes go between two of them (pure).
@@ -155,8 +156,8 @@ class DeviceBytes:
     written: bool = False
 
 
-KernelArgument: TypeAlias = "DeviceBytes | np.number[Any] | None"
-"""Memory, a number of the parameter's type, or None for a null pointer."""
+KernelArgument: TypeAlias = "DeviceBytes | DeviceTiles | np.number[Any] | None"
+"""Memory, a matrix by its tensor map, a number of the parameter's type, or None for a null pointer."""
 
 Dim3: TypeAlias = tuple[int, int, int]
 

@@ -10,7 +10,7 @@ import ctypes
 import importlib
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeVar
@@ -30,6 +30,7 @@ from zbmd.transport.cuda.api import (
     ModuleImage,
     OutOfDeviceMemory,
 )
+from zbmd.transport.cuda.tiles import MAP_BYTES, SWIZZLES, DeviceTiles
 from zbmd.transport.errors import UserError
 
 _SUCCESS: Final = 0
@@ -468,7 +469,46 @@ def _value_of(argument: KernelArgument) -> NDArray[Any]:
     """Return an argument as memory of its parameter's size."""
     if argument is None:
         return np.zeros(1, np.uint64)
+    if isinstance(argument, DeviceTiles):
+        return encoded(argument)
     return np.array([argument.address if isinstance(argument, DeviceBytes) else argument])
+
+
+_MAP_ALIGNMENT: Final = 64
+_MAPS_MOST: Final = 4096
+_ELEMENTS: Final = {"u8": 0, "bf16": 9, "f32": 7}
+"""CUtensorMapDataType."""
+_PROMOTE_TO_256_BYTES: Final = 3
+"""CU_TENSOR_MAP_L2_PROMOTION_L2_256B."""
+
+
+@lru_cache(_MAPS_MOST)
+def encoded(tiles: DeviceTiles) -> NDArray[np.uint8]:
+    """Return the tensor map by cuTensorMapEncodeTiled, which needs no context. Raises `CudaFault`."""
+    layout, room = tiles.layout, np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _MAP_ALIGNMENT
+    found = room[start : start + MAP_BYTES]
+    extents, strides = (
+        (ctypes.c_uint64 * 2)(layout.columns, layout.rows),
+        (ctypes.c_uint64 * 1)(layout.row_bytes),
+    )
+    box, steps = (ctypes.c_uint32 * 2)(layout.box_columns, layout.box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    status = int(
+        _libcuda().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(found.ctypes.data),
+            _ELEMENTS[layout.element],
+            ctypes.c_uint32(2),
+            ctypes.c_void_p(tiles.address),
+            *(extents, strides, box, steps),
+            0,  # not interleaved
+            SWIZZLES.index(layout.swizzle),
+            _PROMOTE_TO_256_BYTES,
+            0,  # zeros outside
+        )
+    )
+    if status != _SUCCESS:
+        raise CudaFault(f"cuTensorMapEncodeTiled of {layout}: CUresult {status}")
+    return found
 
 
 def _under_wsl(root: Path = Path("/")) -> bool:

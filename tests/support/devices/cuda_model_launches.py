@@ -18,10 +18,19 @@ from zbmd.transport.cuda.api import (
     KernelArgument,
     ModuleImage,
 )
+from zbmd.transport.cuda.tiles import DeviceTiles, TileLayout
 
 Bytes = NDArray[np.uint8]
-KernelValue: TypeAlias = "Bytes | np.number[Any] | None"
+KernelValue: TypeAlias = "Bytes | TiledValue | np.number[Any] | None"
 Operation: TypeAlias = Callable[[dict[int, int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TiledValue:
+    """A matrix that a kernel reads by a tensor map: its bytes, and the map."""
+
+    data: Bytes
+    layout: TileLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,10 @@ class Launches:
                 seen = dict[tuple[int, int], Bytes]()
                 values: list[KernelValue] = []
                 for each in given:
+                    if isinstance(each, DeviceTiles):
+                        data = self._source(each.address, each.layout.nbytes, clock)
+                        values.append(TiledValue(data, each.layout))
+                        continue
                     if not isinstance(each, DeviceBytes):
                         values.append(each)
                         continue

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from support.devices.cuda_model_launches import KernelValue, ModelLaunch
+from support.devices.cuda_model_launches import KernelValue, ModelLaunch, TiledValue
 from zbmd.tools.lab import ptx
 from zbmd.training import ops
 from zbmd.training.autograd.rng import Noise, random_words
@@ -39,6 +39,8 @@ def by_interpreter(launch: ModelLaunch) -> None:
     for value, writes in zip(launch.arguments, launch.written, strict=True):
         if isinstance(value, np.ndarray):
             given.append(ptx.Buffer(value, writable=writes))
+        elif isinstance(value, TiledValue):
+            given.append(ptx.Tiles(ptx.Buffer(value.data, writable=False), value.layout))
         else:
             given.append(0 if value is None else _number(value))
     kernel = _parsed(launch.kernel.image.ptx)[launch.kernel.name]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from support.devices.ptx_programs import compiler
 from zbmd.tools.lab import ptx
 from zbmd.training.ops.cuda.table import BY_NAME, compile_source
+from zbmd.transport.cuda.tiles import TileLayout
 
 Array = npt.NDArray[Any]
 KINDS: dict[str, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
@@ -24,7 +25,10 @@ def _kernels(source: str, architecture: str) -> dict[str, ptx.Kernel]:
 
 
 def run(
-    name: str, grid: int | Sequence[int], outputs: Sequence[Array], *arguments: Array | float | None
+    name: str,
+    grid: int | Sequence[int],
+    outputs: Sequence[Array],
+    *arguments: Array | ptx.Tiles | float | None,
 ) -> ptx.Launch:
     """Run a kernel: arrays that it writes, undefined before, then its other arguments.
 
@@ -44,6 +48,14 @@ def run(
         arguments=given,
         shared=entry.dynamic,
     )
+
+
+def tiled(array: Array, box_rows: int, box_columns: int) -> ptx.Tiles:
+    """Return a tensor map of a matrix, with a swizzle of 128 bytes."""
+    kind = {1: "u8", 2: "bf16", 4: "f32"}[array.itemsize]
+    rows, columns = array.shape
+    layout = TileLayout(element=kind, rows=rows, columns=columns, box_rows=box_rows, box_columns=box_columns)
+    return ptx.Tiles(ptx.Buffer(array, writable=False), layout)
 
 
 def fixed(values: Any, kind: str = "f32") -> Array:

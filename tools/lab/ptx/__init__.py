@@ -3,7 +3,8 @@
 `program` parses PTX; `machine` runs a kernel: `launch(parse(ptx)["entry"], grid=…, block=…, arguments=…)`.
 Every access is checked for bounds, alignment, initialisation and data races (`shadow`, `clocks`); `counters`
 counts bank conflicts and memory sectors. `arithmetic`, `transfers`, `barriers` and `tensor_cores` hold the
-instructions. What is unknown is an error. A tool for development: imports transport's errors only.
+instructions. What is unknown is an error. A tool for development: of transport it imports errors and the
+layout of tensor maps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zbmd.tools.lab.ptx.errors import (
     UninitialisedRead,
 )
 from zbmd.tools.lab.ptx.machine import Launch, launch
-from zbmd.tools.lab.ptx.memory import Buffer
+from zbmd.tools.lab.ptx.memory import Buffer, Tiles
 from zbmd.tools.lab.ptx.program import Kernel, parse
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "PtxError",
     "PtxSyntaxError",
     "RaceFound",
+    "Tiles",
     "UninitialisedRead",
     "launch",
     "parse",

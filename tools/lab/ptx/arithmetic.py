@@ -289,7 +289,7 @@ def _move(run: Run, i: Instruction) -> None:
         run.put(result, run.column(source, kind))
 
 
-@instruction("cvta", modifiers="to shared global")
+@instruction("cvta", modifiers="to shared global param")
 def _convert_address(run: Run, i: Instruction) -> None:
     value = run.column(i.operands[1], "u64")
     window = np.uint64(SHARED_WINDOW if "shared" in i.modifiers else 0)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
-from zbmd.tools.lab.ptx.clocks import AGENTS_MAX, WARP, Ints
-from zbmd.tools.lab.ptx.errors import DivergentThreads, PtxError, UninitialisedRead
-from zbmd.tools.lab.ptx.program import Immediate, Instruction
+from zbmd.tools.lab.ptx.clocks import AGENTS_MAX, WARP, Flags, Ints
+from zbmd.tools.lab.ptx.errors import DivergentThreads, PtxError, RaceFound, UninitialisedRead
+from zbmd.tools.lab.ptx.program import Address, Immediate, Instruction
 from zbmd.tools.lab.ptx.shadow import name_thread
 from zbmd.tools.lab.ptx.state import Arrivals, Run, instruction, unsupported
+from zbmd.transport.cuda.tiles import ELEMENT_BYTES
+
+PIECE: Final = 16
+"""Bytes: what bulk copies move at least, and swizzles exchange."""
+TILE_ALIGNMENT: Final = 128
 
 
 @instruction("bar", "barrier", modifiers="sync arrive aligned warp cta")
@@ -72,6 +78,10 @@ def _arrive(run: Run, i: Instruction, block: int, number: int, threads: Ints) ->
 def _fence(run: Run, i: Instruction) -> None:
     if "proxy" in i.modifiers:
         run.shared.shadow.fence(run.threads, run.now)
+    if {"proxy", "mbarrier_init"} & set(i.modifiers):
+        makers = set(run.threads.tolist())
+        for barrier in run.mbarriers.values():
+            barrier.is_fenced |= barrier.maker in makers
 
 
 @dataclass(slots=True)
@@ -89,6 +99,12 @@ class _MBarrier:
     """Acquired by a wait for a completed phase."""
     copies: list[Ints] = field(default_factory=list)
     """Cells of copies of this phase."""
+    maker: int = -1
+    made: int = 0
+    is_fenced: bool = False
+    """Whether the thread that made it has let bulk copies see it."""
+    known: set[int] = field(default_factory=set[int])
+    """Threads that are known to come after its making."""
 
 
 def _mbarrier(run: Run, thread: int, address: int) -> _MBarrier:
@@ -96,6 +112,14 @@ def _mbarrier(run: Run, thread: int, address: int) -> _MBarrier:
     if found is None:
         raise UninitialisedRead(f"{name_thread(thread, run.block)}: there is no mbarrier at byte {address}")
     assert isinstance(found, _MBarrier)
+    if thread not in found.known:
+        maker = np.array([found.maker % run.block])
+        if not run.clocks.ordered(np.array([thread]), maker, np.array([found.made])).all():
+            raise RaceFound(
+                f"{name_thread(thread, run.block)} uses the mbarrier at byte {address}, and its making by "
+                f"thread {found.maker % run.block} has no order"
+            )
+        found.known.add(thread)
     return found
 
 
@@ -139,7 +163,7 @@ def _initialise(run: Run, i: Instruction) -> None:
         if (block, address) in run.mbarriers or agent == AGENTS_MAX:
             raise PtxError(f"byte {address} has an mbarrier already, or the block has {AGENTS_MAX}")
         run.shared.places(np.array([address]), 8, np.array([thread]), "", counted=False)
-        run.mbarriers[block, address] = _MBarrier(agent, count, count)
+        run.mbarriers[block, address] = _MBarrier(agent, count, count, maker=thread, made=run.now)
 
 
 def _arrive_at(run: Run, i: Instruction) -> None:
@@ -178,25 +202,76 @@ def _wait(run: Run, i: Instruction) -> None:
 
 def bulk_copy(run: Run, i: Instruction) -> None:
     """Copy from device to shared memory; the copy's bytes count for an mbarrier. It ends with the phase."""
-    if "tensor" in i.modifiers or "mbarrier::complete_tx::bytes" not in i.modifiers or len(i.operands) != 4:
+    is_tile = "tensor" in i.modifiers
+    if "mbarrier::complete_tx::bytes" not in i.modifiers or len(i.operands) != 4 - is_tile:
         raise unsupported(i)
-    into, source, barriers = (run.addresses(i.operands[n]) for n in (0, 1, 3))
+    into, source, barriers = (run.addresses(i.operands[n]) for n in (0, 1, -1))
+    if is_tile:
+        _copy_boxes(run, i, into, source, barriers)
+        return
     sizes = run.column(i.operands[2], "u32").astype(np.int64)
     if isinstance(i.operands[2], Immediate) and i.operands[2].value % 16:
         raise unsupported(i)
     columns = np.stack([run.threads, into, source, sizes, barriers], axis=1)
     for thread, to, start, size, address in columns.tolist():
-        barrier, one = _mbarrier(run, thread, address), np.array([thread])
         if size % 16 or to % 16 or start % 16:
             raise PtxError(f"a bulk copy of {size} bytes from {start:#x} to byte {to} is not aligned to 16")
-        words = np.arange(size // 4)
-        threads = np.broadcast_to(one, words.shape)
-        place = run.shared.places(to + 4 * words, 4, threads, "", counted=False)
-        cells = np.unique(run.shared.cells(place, 4))
-        run.shared.shadow.write(cells[None], one, run.now, asynchronous=True)
+        pieces = np.arange(size // PIECE)
+        _bulk(run, i, (thread, address), to + PIECE * pieces, start + PIECE * pieces, pieces >= 0)
+
+
+def _copy_boxes(run: Run, i: Instruction, into: Ints, maps: Ints, barriers: Ints) -> None:
+    """Copy a box of a matrix for each thread; pieces of 16 bytes are swizzled by their address."""
+    target = i.operands[1]
+    if not isinstance(target, Address) or len(target.coordinates) != 2 or "2d" not in i.modifiers:
+        raise unsupported(i)
+    column, row = (run.column(one, "s32") for one in target.coordinates)
+    every = np.stack([run.threads, into, maps, column, row, barriers], axis=1)
+    for thread, to, at, first_column, first_row, address in every.tolist():
+        if at not in run.tiles:
+            raise PtxError(f"a bulk copy of a tile by what is no tensor map, at {at:#x}")
+        start, layout = run.tiles[at]
+        if to % max(TILE_ALIGNMENT, 8 * layout.swizzle):
+            raise PtxError(
+                f"a tile with a swizzle of {layout.swizzle} bytes is copied to byte {to}: not aligned"
+            )
+        size = ELEMENT_BYTES[layout.element]
+        per, width = layout.box_columns * size // PIECE, layout.columns * size
+        if width % PIECE or first_column * size % PIECE:
+            raise unsupported(i)  # a piece that is in the matrix in part: no kernel of ours needs it
+        piece = np.arange(layout.box_rows * per)
+        rows, offsets = first_row + piece // per, first_column * size + piece % per * PIECE
+        inside = (rows >= 0) & (rows < layout.rows) & (offsets >= 0) & (offsets < width)
+        places = to + PIECE * piece
+        mask = max(layout.swizzle // PIECE, 1) - 1
+        _bulk(
+            run,
+            i,
+            (thread, address),
+            places ^ ((places >> 7 & mask) << 4),
+            start + rows * layout.row_bytes + offsets,
+            inside,
+        )
+
+
+def _bulk(run: Run, i: Instruction, who: tuple[int, int], to: Ints, start: Ints, wanted: Flags) -> None:
+    """Copy pieces of 16 bytes, or zeros where they are not wanted. who: the thread, and its mbarrier."""
+    thread, address = who
+    barrier, one = _mbarrier(run, thread, address), np.array([thread])
+    if not barrier.is_fenced:
+        raise RaceFound(
+            f"a bulk copy counts for the mbarrier at byte {address}, and the thread that made it has "
+            "executed no fence.mbarrier_init or fence.proxy.async since"
+        )
+    threads = np.broadcast_to(one, to.shape)
+    places = run.shared.places(to, PIECE, threads, "", counted=False)
+    cells = np.unique(run.shared.cells(places, PIECE))
+    run.shared.shadow.write(cells[None], one, run.now, asynchronous=True)
+    data = np.zeros((len(to), PIECE // 4), np.uint32)
+    if wanted.any():
         where = f"{i.line}: cp.async.bulk"
-        data = run.device.load(start + 4 * words, np.uint32, 1, threads, run.now, where)
-        run.shared.data.view(np.uint32)[place // 4] = data[:, 0]
-        barrier.nbytes -= size
-        barrier.copies.append(cells)
-        _settle(run, thread // run.block, barrier)
+        data[wanted] = run.device.load(start[wanted], np.uint32, PIECE // 4, threads[wanted], run.now, where)
+    run.shared.data.view(np.uint32).reshape(-1, PIECE // 4)[places // PIECE] = data
+    barrier.nbytes -= PIECE * len(to)
+    barrier.copies.append(cells)
+    _settle(run, thread // run.block, barrier)

@@ -12,6 +12,7 @@ from zbmd.tools.lab.ptx.clocks import Clocks, Ints
 from zbmd.tools.lab.ptx.counters import Counters
 from zbmd.tools.lab.ptx.errors import MemoryFault
 from zbmd.tools.lab.ptx.shadow import GlobalShadow, SharedShadow, name_thread
+from zbmd.transport.cuda.tiles import TileLayout
 
 Values = npt.NDArray[Any]
 FIRST_ADDRESS: Final = 0x7F00_0000_0000
@@ -32,6 +33,14 @@ class Buffer:
     array: Values
     initialised: bool = True
     writable: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """A tensor map as an argument: a buffer that the kernel reads in boxes."""
+
+    buffer: Buffer
+    layout: TileLayout
 
 
 class DeviceBuffer:

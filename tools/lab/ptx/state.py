@@ -16,7 +16,7 @@ import numpy.typing as npt
 from zbmd.tools.lab.ptx.clocks import WARP, Clocks, Ints
 from zbmd.tools.lab.ptx.counters import Counters
 from zbmd.tools.lab.ptx.errors import DivergentThreads, PtxError, PtxSyntaxError, UninitialisedRead
-from zbmd.tools.lab.ptx.memory import Buffer, DeviceMemory, SharedMemory, Values
+from zbmd.tools.lab.ptx.memory import Buffer, DeviceMemory, SharedMemory, Tiles, Values
 from zbmd.tools.lab.ptx.program import (
     WIDTHS,
     Address,
@@ -29,10 +29,13 @@ from zbmd.tools.lab.ptx.program import (
     SpecialRegister,
     Symbol,
 )
+from zbmd.transport.cuda.tiles import MAP_BYTES, TileLayout
 
 SHARED_WINDOW: Final = 0x7E00_0000_0000
 """The address of shared memory in the generic address space."""
 BITS: Final = {0: np.bool_, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+PARAMETER_WINDOW: Final = 0x7D00_0000_0000
+"""The address of the first tensor map in the generic address space."""
 DTYPES: Final[dict[str, Any]] = {
     "pred": np.bool_,
     **{f"b{8 * n}": BITS[n] for n in (1, 2, 4, 8)},
@@ -42,7 +45,7 @@ DTYPES: Final[dict[str, Any]] = {
     **{"f16x2": np.uint32, "bf16x2": np.uint32, "tf32": np.uint32},
 }
 Dim3: TypeAlias = tuple[int, int, int]
-Argument: TypeAlias = Buffer | int | float | bytes
+Argument: TypeAlias = Buffer | Tiles | int | float | bytes
 Handler: TypeAlias = "Callable[[Run, Instruction], None]"
 
 
@@ -99,13 +102,16 @@ class Run:
         self.clocks: Final = Clocks(self.blocks, self.block, vectors=_needs_vectors(kernel))
         grain = _grain(kernel)
         named = [
-            (variable.name, argument)
+            (variable.name, argument.buffer if isinstance(argument, Tiles) else argument)
             for variable, argument in zip(kernel.parameters, arguments, strict=True)
-            if isinstance(argument, Buffer)
+            if isinstance(argument, Buffer | Tiles)
         ]
         self.device: Final = DeviceMemory(named, grain, self.clocks, self.counters)
         self.parameters: Final = self._encode(arguments)
         self.symbols, nbytes = _place_shared(kernel, dynamic)
+        self.tiles: Final = dict[int, tuple[int, TileLayout]]()
+        """Tensor maps by their own address: the matrix's address, and its layout."""
+        self._place_tiles(arguments)
         self.shared: Final = SharedMemory(self.blocks, nbytes, grain, self.clocks, self.counters)
         self.everyone: Final = np.arange(self.count)
         self.threads: Ints = self.everyone
@@ -211,11 +217,22 @@ class Run:
         self.waiting[span] = False
         self.waiting[at_barriers] = True
 
+    def _place_tiles(self, arguments: list[Argument]) -> None:
+        for number, (variable, argument) in enumerate(zip(self.kernel.parameters, arguments, strict=True)):
+            if isinstance(argument, Tiles):
+                if argument.buffer.array.nbytes < argument.layout.nbytes:
+                    raise PtxError(f"{variable.name}: {argument.layout} is longer than its buffer")
+                address = PARAMETER_WINDOW + number * MAP_BYTES
+                self.symbols[variable.name] = address
+                self.tiles[address] = self.device.addresses[variable.name], argument.layout
+
     def _encode(self, arguments: list[Argument]) -> dict[str, bytes]:
         found = dict[str, bytes]()
         for variable, argument in zip(self.kernel.parameters, arguments, strict=True):
             if isinstance(argument, Buffer):
                 data = self.device.addresses[variable.name].to_bytes(8, "little")
+            elif isinstance(argument, Tiles):
+                data = bytes(MAP_BYTES)
             elif isinstance(argument, bytes):
                 data = argument
             elif isinstance(argument, int):

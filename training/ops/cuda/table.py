@@ -132,6 +132,18 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
         for form in ("nn", "nt", "tn")
         for kind in ("f32", "bf16")
     ),
+    *(
+        KernelEntry(
+            name=f"tma_{form}_{kind}",
+            source="hopper/products_tma.cu",
+            block=288,
+            registers=224,
+            dynamic=192 * 1024 + 64,
+            architectures=("sm_90a",),
+        )
+        for form in ("nn", "nt", "tn")
+        for kind in ("f32", "bf16")
+    ),
     *_fp8(),
     KernelEntry(name="cache_rows", source="cached.cu", block=256, registers=40),
     KernelEntry(name="attention_cached", source="cached.cu", block=128, registers=64, shared=4128),

@@ -36,7 +36,8 @@ KERNEL k(float *y, const float *x, int n) {  // 32 threads bring tiles of 64 flo
     int tid = threadIdx.x;
     if (tid == 0)
         for (int s = 0; s < 2; s++) init(&full[s], 1), init(&empty[s], 2);
-    __syncthreads();
+    if (FAULT != 5) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (FAULT != 6) __syncthreads();
     x += blockIdx.x * n, y += blockIdx.x * 64;
     if (tid >= 64) {
         if (tid == 64)
@@ -161,6 +162,8 @@ CASES: dict[str, tuple[str, dict[int, tuple[type[ptx.PtxError], str]], int, int]
             2: (ptx.RaceFound, "no order|still writing"),
             3: (ptx.Deadlock, "wait for what no thread does"),
             4: (ptx.Deadlock, "wait for what no thread does"),
+            5: (ptx.RaceFound, "has executed no fence.mbarrier_init"),
+            6: (ptx.RaceFound, "its making by thread 0 has no order"),
         },
         96,
         448,

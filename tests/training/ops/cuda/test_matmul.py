@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.devices.kernel_runs import empty, fixed, run, wide
+from support.devices.kernel_runs import empty, fixed, run, tiled, wide
 
-from zbmd.tools.lab.ptx import Launch
+from zbmd.tools.lab.ptx import Launch, Tiles
 from zbmd.tools.lab.ptx.tensor_cores import multiply_add
 from zbmd.training import ops
 from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.ops.cuda.operators import ACTIVATIONS
 
 Array = npt.NDArray[Any]
-TILES = {"matmul": (128, 128), "wgmma": (128, 256)}
+TILES = {"matmul": (128, 128), "wgmma": (128, 256), "tma": (128, 256)}
+BOXES = ({"n": (128, 64), "t": (64, 64)}, {"n": (64, 64), "t": (256, 64)})
+"""Rows and columns of what `tma` brings of each operand at once, by whether it is transposed."""
 BY = pytest.mark.parametrize("by", TILES)
 
 
@@ -50,7 +52,11 @@ def _multiply(
     c, (rows, columns) = empty((m, n), kind), TILES[by]
     grid = (-(-n // columns), -(-m // rows))
     rest = (m, n, k, bias, residual, before, scale, activation)
-    return c, run(f"{by}_{form}_{kind}", grid, [c], *_stored(a, b, form), *rest)
+    left, right = _stored(a, b, form)
+    operands: tuple[Array | Tiles, Array | Tiles] = left, right
+    if by == "tma":
+        operands = tiled(left, *BOXES[0][form[0]]), tiled(right, *BOXES[1][form[1]])
+    return c, run(f"{by}_{form}_{kind}", grid, [c], *operands, *rest)
 
 
 def _in_steps(a: Array, b: Array) -> npt.NDArray[np.float32]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.devices.kernel_runs import empty, fixed
+from support.devices.kernel_runs import empty, fixed, tiled
 from support.devices.ptx_programs import compiled
 
 from zbmd.tools.lab import ptx
@@ -54,6 +54,29 @@ MUTATIONS = {
         *("fp8_quantise_e4m3_f32", "__syncthreads();  // the transposed", "// the transposed"),
         *(ptx.RaceFound, "no order"),
     ),
+    "TMA: a tile that is not waited for": (
+        *("tma_nt_f32", "barrier_wait(full + stage * 8, step / STAGES & 1);", ""),
+        *(ptx.RaceFound, "earlier write by a bulk copy have no order"),
+    ),
+    "TMA: a tile that is waited for by halves": (
+        *("tma_nt_f32", "barrier_expect(full + stage * 8, STAGE_BYTES);"),
+        *("barrier_expect(full + stage * 8, ROWS * DEPTH * 2);", ptx.RaceFound, "still writing"),
+    ),
+    "TMA: a stage that is given back too early": (
+        *("tma_nt_f32", "wgmma_wait<1>();", "wgmma_wait<2>();"),
+        *(ptx.RaceFound, "still reading"),
+    ),
+    "TMA: a stage that is given back by one lane for all": (
+        *("tma_nt_f32", "__syncwarp();\n            if (step &&", "if (step &&"),
+        *(ptx.RaceFound, "no order"),
+    ),
+    "TMA: a stage that is filled without a wait": (
+        *("tma_nt_f32", "step / STAGES - 1 & 1", "step / STAGES & 1"),
+        *(ptx.RaceFound, "still reading|no order"),
+    ),
+    "TMA: a barrier that copies may not see": (
+        *("tma_nt_f32", "barrier_init_fence();", "", ptx.RaceFound, "fence.mbarrier_init"),
+    ),
     "an edge that is not checked": (
         *("matmul_nt_f32", "bool wanted = y < rows && x < columns;", "bool wanted = x < columns;"),
         *(ptx.MemoryFault, "is outside matmul_nt_f32_param_[12]"),
@@ -66,7 +89,7 @@ def test_a_planted_fault_is_found(name: str) -> None:
     entry, before, after, error, message = MUTATIONS[name]
     kernel = BY_NAME[entry]
     # One kernel of the source is enough.
-    pattern = rf"^(PRODUCT8?|QUANTISE|UPDATE)\((?!{entry},).*$"
+    pattern = rf"^(PRODUCT(8|_TMA)?|QUANTISE|UPDATE)\((?!{entry},).*$"
     text = re.sub(pattern, "", read_source(kernel.source), flags=re.MULTILINE)
     assert text.count(before) == 1, "the kernel has changed: plant the fault where it belongs now"
     mutant = compiled(text.replace(before, after), entry, kernel.architectures[-1])
@@ -87,5 +110,8 @@ def _arguments(entry: str) -> list[Any]:
         a, b = (ptx.Buffer(fixed(random.integers(0, 100, shape), "u1")) for shape in shapes)
         scales = [ptx.Buffer(fixed([1.0])) for _ in "ab"]
         return [result, a, b, m, n, k, *scales, 0, 0, 0, 0]
-    a, b = (ptx.Buffer(fixed(random.standard_normal(shape), "bf16")) for shape in shapes)
+    left, right = (fixed(random.standard_normal(shape), "bf16") for shape in shapes)
+    is_tiled = entry.startswith("tma")
+    a = tiled(left, 128, 64) if is_tiled else ptx.Buffer(left)
+    b = tiled(right, 256, 64) if is_tiled else ptx.Buffer(right)
     return [result, a, b, m, n, k, 0, 0, 0, 1.0, 0]

@@ -43,3 +43,38 @@ DEVICE u64 describe(u32 at, u32 leading) {
     asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." types " {" NAMES_##COUNT "}, " last               \
                  : SUMS_##COUNT(d)                                                                               \
                  : __VA_ARGS__)
+
+// ---- mbarriers, and tiles that the tensor memory accelerator brings
+
+// What the host encodes by cuTensorMapEncodeTiled; an argument that is __grid_constant__.
+struct alignas(64) TensorMap {
+    u8 bytes[128];
+};
+
+DEVICE void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// The barriers that this thread has made become visible to bulk copies.
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and lets the phase wait for so many bytes of bulk copies.
+DEVICE void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Waits until the phase of this parity is complete.
+DEVICE void barrier_wait(u32 barrier, int parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred q; mbarrier.try_wait.parity.shared::cta.b64 q, [%1], %2; selp.u32 %0, 1, 0, q; }"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+}
+// Brings the box of a matrix that begins at (row, column); what is outside the matrix is zeros.
+DEVICE void copy_box(u32 to, const TensorMap &map, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(&map), "r"(column), "r"(row), "r"(barrier)
+                 : "memory");
+}

@@ -26,7 +26,7 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.bench.run_ranks import run_ranks
 from zbmd.tools.chaos.soak_operators import FlakyDevice
 from zbmd.tools.chaos.supervised_recipe import SupervisedRecipe
-from zbmd.tools.lab.gpu import engine, overlap
+from zbmd.tools.lab.gpu import engine, hopper, overlap
 from zbmd.tools.lab.gpu.job import survive_kills
 from zbmd.training.autograd.array_module import to_host, xp_for
 from zbmd.training.config import GPTConfig
@@ -456,6 +456,12 @@ CHECKS: Final = (
         needs=Needs(),
         would="capture launches in a graph, replay them with new inputs, and time both",
         run=lambda: engine.graph(engine.on_gpu()),
+    ),
+    Check(
+        name="engine, sm_90a",
+        needs=Needs(),
+        would="compare TMA and FP8 products, and attention by wgmma, with proved kernels, and time them",
+        run=lambda: hopper.kernels(engine.on_gpu()),
     ),
     Check(
         name="engine, fused",

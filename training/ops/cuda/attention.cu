@@ -4,16 +4,10 @@
 // qkv, dqkv: (batch * T, (heads + 2 kv_heads) * D) bf16, each row holding the queries of all heads, then keys, then
 // values; head h uses keys and values of head h * kv_heads / heads. y, dy: (batch * T, heads * D). logs, delta: (batch,
 // heads, T) float32. bias: (heads, bias_length) float32 by the key's distance from the query; bias_length >= T.
-#include "device.cuh"
+#include "attention.cuh"
 
 #define TILE 64
 #define THREADS 128
-#define LOG2E 1.4426950408889634f
-
-struct Shape {
-    int length, heads, kv_heads, bias_length;
-    __device__ int width(int depth) const { return (heads + 2 * kv_heads) * depth; }
-};
 
 // Piece `chunk` of 8 elements of a row of a tile, swizzled so that 8 rows are in different banks.
 template <int D> DEVICE u32 place(u32 tile, int row, int chunk) { return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4); }
@@ -91,17 +85,6 @@ DEVICE void store_rows(bf16 *head, int stride, int first, int rows, u32 tile, co
         if (first + row < rows) *(Words4 *)(head + (u64)(first + row) * stride + chunk * 8) = words;
     }
 }
-
-DEVICE float quad_max(float x) {
-    x = larger(x, __shfl_xor_sync(ALL_LANES, x, 1));
-    return larger(x, __shfl_xor_sync(ALL_LANES, x, 2));
-}
-DEVICE float quad_sum(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-
-#define MASKED -1e30f  // finite: a tile in which a row sees no key leaves its sums as they are
 
 // The block of a tile of queries: block (i, b * heads + h) has tile gridDim.x - 1 - i, the longest first. It brings the
 // tiles of keys and values up to its own into two stages, one after the other.

@@ -147,6 +147,17 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
     *_fp8(),
     KernelEntry(name="cache_rows", source="cached.cu", block=256, registers=40),
     KernelEntry(name="attention_cached", source="cached.cu", block=128, registers=64, shared=4128),
+    *(
+        KernelEntry(
+            name=f"attention_wgmma_{depth}",
+            source="hopper/attention.cu",
+            block=256,
+            registers=most,
+            dynamic=(128 + 4 * 64) * depth * 2,
+            architectures=("sm_90a",),
+        )
+        for depth, most in ((64, 128), (128, 184))
+    ),
     *_attention(64, 128, 160, 248, 176),
     *_attention(128, 256, 200, 255, 240),
 )

@@ -51,11 +51,25 @@ def _run(
     y, logs = empty(dy.shape, "bf16"), empty((batch, heads, length))
     delta, dqkv = empty((batch, heads, length)), empty(qkv.shape, "bf16")
     launches = [run(f"attention_{depth}", (tiles, batch * heads), [y, logs], qkv, bias, *numbers)]
+    launches.append(_by_wgmma(y, logs, qkv, bias, shape, numbers))
     run(f"attention_delta_{depth}", -(-rows * heads // 4), [delta], dy, fixed(y, "bf16"), length, heads, rows)
     given = (dy, fixed(logs), fixed(delta), qkv, bias, *numbers)
     for name, blocks in (("keys", kv_heads), ("queries", heads)):
         launches.append(run(f"attention_{name}_grad_{depth}", (tiles, batch * blocks), [], dqkv, *given))
     return y, dqkv, launches
+
+
+def _by_wgmma(
+    y: Array, logs: Array, qkv: Array, bias: Array, shape: tuple[int, int, int, int], numbers: tuple[int, ...]
+) -> Launch:
+    """Run the forward pass by `wgmma`, and compare it with that by `mma.sync`."""
+    batch, heads, _, depth = shape
+    found, found_logs = empty(y.shape, "bf16"), empty(logs.shape)
+    grid = (-(-numbers[0] // (2 * TILE)), batch * heads)
+    launch = run(f"attention_wgmma_{depth}", grid, [found, found_logs], qkv, bias, *numbers)
+    np.testing.assert_allclose(wide(found), wide(y), rtol=2**-7, atol=1e-3)
+    np.testing.assert_allclose(found_logs, logs, rtol=1e-5, atol=1e-5)
+    return launch
 
 
 def _error(found: Array, expected: Array) -> float:

@@ -77,6 +77,21 @@ MUTATIONS = {
     "TMA: a barrier that copies may not see": (
         *("tma_nt_f32", "barrier_init_fence();", "", ptx.RaceFound, "fence.mbarrier_init"),
     ),
+    "attention: no fence before wgmma": (
+        *("attention_wgmma_64", "fence_for_wgmma();", "", ptx.RaceFound, "fence.proxy.async"),
+    ),
+    "attention: scores that are read before the wait": (
+        *("attention_wgmma_64", "wgmma_wait<0>();\n        wgmma_done(p);"),
+        *("wgmma_wait<1>();\n        wgmma_done(p);", ptx.UninitialisedRead, "wgmma has still to write it"),
+    ),
+    "attention: a tile that is overwritten while the other warpgroup reads": (
+        *("attention_wgmma_64", "__syncthreads();  // both warpgroups", "// both warpgroups"),
+        *(ptx.RaceFound, "still reading|no order"),
+    ),
+    "attention: keys that are not waited for": (
+        *("attention_wgmma_64", "copy_async_wait<1>();", "copy_async_wait<2>();"),
+        *(ptx.RaceFound, "still writing"),
+    ),
     "an edge that is not checked": (
         *("matmul_nt_f32", "bool wanted = y < rows && x < columns;", "bool wanted = x < columns;"),
         *(ptx.MemoryFault, "is outside matmul_nt_f32_param_[12]"),
@@ -93,17 +108,22 @@ def test_a_planted_fault_is_found(name: str) -> None:
     text = re.sub(pattern, "", read_source(kernel.source), flags=re.MULTILINE)
     assert text.count(before) == 1, "the kernel has changed: plant the fault where it belongs now"
     mutant = compiled(text.replace(before, after), entry, kernel.architectures[-1])
+    blocks, given = 1 + entry.startswith("attention"), _arguments(entry)
     with pytest.raises(error, match=message):
-        ptx.launch(mutant, grid=1, block=kernel.block, arguments=_arguments(entry), shared=kernel.dynamic)
+        ptx.launch(mutant, grid=blocks, block=kernel.block, arguments=given, shared=kernel.dynamic)
 
 
 def _arguments(entry: str) -> list[Any]:
-    """Return arguments of one block, with steps enough that each stage is used again."""
+    """Return arguments of a launch, with steps enough that each stage is used again."""
     random = np.random.default_rng(0)
     if entry.startswith("fp8_quantise"):
         q, x = (ptx.Buffer(empty((64, 64), one), initialised=one == "f32") for one in ("u1", "f32"))
         turned, most = ptx.Buffer(empty((64, 64), "u1")), ptx.Buffer(empty(1))
         return [q, turned, most, x, ptx.Buffer(fixed([1.0])), 64, 64]
+    if entry.startswith("attention"):
+        qkv, bias = fixed(random.standard_normal((200, 192)), "bf16"), fixed(np.zeros((1, 200)))
+        results = [ptx.Buffer(empty(shape, kind)) for shape, kind in (((200, 64), "bf16"), ((1, 200), "f32"))]
+        return [*results, ptx.Buffer(qkv), ptx.Buffer(bias), 200, 1, 1, 200]
     m, n, k = 40, 32, 640 if entry.startswith("fp8") else 320
     shapes, result = ((m, k), (n, k)), ptx.Buffer(empty((m, n), entry.rpartition("_")[2]), initialised=False)
     if entry.startswith("fp8"):

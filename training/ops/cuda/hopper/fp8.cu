@@ -106,11 +106,11 @@ template <bool E5M2> DEVICE void update_scale(float *state, const float *most, i
 // d (64, 128) = a b, or += with ADD, for K-major tiles.
 template <bool A5, bool B5, int ADD> DEVICE void wgmma_128(float (&d)[64], u64 a, u64 b) {
     if (A5)
-        WGMMA("m64n128k32", "e5m2.e4m3", 64, "%64, %65, %66, 1, 1;", "l"(a), "l"(b), "n"(ADD));
+        WGMMA(d, "m64n128k32", "e5m2.e4m3", 64, "%64, %65, %66, 1, 1;", "l"(a), "l"(b), "n"(ADD));
     else if (B5)
-        WGMMA("m64n128k32", "e4m3.e5m2", 64, "%64, %65, %66, 1, 1;", "l"(a), "l"(b), "n"(ADD));
+        WGMMA(d, "m64n128k32", "e4m3.e5m2", 64, "%64, %65, %66, 1, 1;", "l"(a), "l"(b), "n"(ADD));
     else
-        WGMMA("m64n128k32", "e4m3.e4m3", 64, "%64, %65, %66, 1, 1;", "l"(a), "l"(b), "n"(ADD));
+        WGMMA(d, "m64n128k32", "e4m3.e4m3", 64, "%64, %65, %66, 1, 1;", "l"(a), "l"(b), "n"(ADD));
 }
 
 // Rows first to first + 127 of a matrix (outers, inners), DEPTH columns from `inner` on, with the 128-byte swizzle.

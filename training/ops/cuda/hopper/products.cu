@@ -11,7 +11,7 @@
 
 // d (64, 256) += a b. TA, TB: a is (k, m), b is (n, k).
 template <bool TA, bool TB> DEVICE void wgmma_256(float (&d)[128], u64 a, u64 b) {
-    WGMMA("m64n256k16", "bf16.bf16", 128, "%128, %129, 1, 1, 1, %130, %131;", "l"(a), "l"(b), "n"(TA), "n"(!TB));
+    WGMMA(d, "m64n256k16", "bf16.bf16", 128, "%128, %129, 1, 1, 1, %130, %131;", "l"(a), "l"(b), "n"(TA), "n"(!TB));
 }
 
 // Tiles have the 128-byte swizzle. TRANSPOSED: the outer index is contiguous, in blocks of 64 columns and DEPTH rows.

@@ -12,7 +12,7 @@
 #define CONSUMER_WARPS 8
 
 template <bool TA, bool TB> DEVICE void wgmma_256(float (&d)[128], u64 a, u64 b) {
-    WGMMA("m64n256k16", "bf16.bf16", 128, "%128, %129, 1, 1, 1, %130, %131;", "l"(a), "l"(b), "n"(TA), "n"(!TB));
+    WGMMA(d, "m64n256k16", "bf16.bf16", 128, "%128, %129, 1, 1, 1, %130, %131;", "l"(a), "l"(b), "n"(TA), "n"(!TB));
 }
 
 // OUTER rows of a or columns of b, in one box of DEPTH columns, or TRANSPOSED in boxes of 64 columns and DEPTH rows.

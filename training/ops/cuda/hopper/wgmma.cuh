@@ -38,10 +38,10 @@ DEVICE u64 describe(u32 at, u32 leading) {
 #define SUMS_64(d) SUMS_32(d), SUMS_16(d, 32), SUMS_16(d, 48)
 #define SUMS_128(d) SUMS_64(d), SUMS_16(d, 64), SUMS_16(d, 80), SUMS_16(d, 96), SUMS_16(d, 112)
 
-// d (64, 2 * COUNT) += a b, or = a b without ADD, for the tiles that descriptors name. `shape` such as m64n256k16.
-#define WGMMA(shape, types, COUNT, last, ...)                                                                    \
-    asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." types " {" NAMES_##COUNT "}, " last               \
-                 : SUMS_##COUNT(d)                                                                               \
+// Adds a product of (64, 2 * COUNT) to `sums`; `rest` has the operands that follow them, by number, and __VA_ARGS__ these.
+#define WGMMA(sums, shape, types, COUNT, rest, ...)                                                \
+    asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." types " {" NAMES_##COUNT "}, " rest \
+                 : SUMS_##COUNT(sums)                                                              \
                  : __VA_ARGS__)
 
 // ---- mbarriers, and tiles that the tensor memory accelerator brings

@@ -1,0 +1,133 @@
+"""Kernels for sm_90a on a GPU: tensor maps, FP8, and attention by `wgmma`, beside proved kernels and numpy.
+
+Takes what it runs on, so that tests run it on a modelled GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from zbmd.training.autograd.array_module import bfloat16
+from zbmd.training.ops.cuda.device_array import DeviceArray, Out
+from zbmd.training.ops.cuda.executor import Executor
+from zbmd.training.ops.fp8 import DelayedScaling, Format, quantised
+from zbmd.transport.cuda.tiles import DeviceTiles, TileLayout
+from zbmd.transport.errors import UserError
+from zbmd.transport.native._native import now_ns
+
+SIZE: Final = 4096
+ROUNDS: Final = 20
+_EPILOGUE: Final = (None, None, None, np.float32(1), np.int32(0))
+_BOX_ROWS: Final = {"n": (128, 64), "t": (64, 256)}
+"""Of the boxes of a, and of b, that `hopper/products_tma.cu` brings, by whether it is transposed."""
+
+
+def kernels(run: Executor, size: int = SIZE, rounds: int = ROUNDS) -> str:
+    """Compare each kernel for sm_90a; `size` is a multiple of 256. Raises `UserError` for a difference."""
+    if run.architecture != "sm_90a":
+        raise UserError(f"{run.name} is no GPU of compute capability 9.0, for which these kernels exist")
+    found = [_products(run, form, size, rounds) for form in ("nn", "nt", "tn")]
+    return "; ".join([*found, _fp8(run, size, rounds), _attention(run, min(size, 2048), rounds)])
+
+
+def _timed(run: Executor, rounds: int, work: Callable[[], None]) -> float:
+    """Return the median of seconds."""
+    times = list[int]()
+    for _ in range(rounds):
+        run.api.stream_synchronize(run.stream)
+        started_ns = now_ns()
+        work()
+        run.api.stream_synchronize(run.stream)
+        times.append(now_ns() - started_ns)
+    return statistics.median(times) / 1e9
+
+
+def _products(run: Executor, form: str, size: int, rounds: int) -> str:
+    """The same bits by tensor maps as by cp.async."""
+    random, n = np.random.default_rng(0), np.int32(size)
+    a, b = (run.upload(random.standard_normal((size, size)).astype(bfloat16())) for _ in "ab")
+    both = [run.zeros((size, size), np.float32) for _ in range(2)]
+    grid, name = (size // 256, size // 128), f"{form}_f32"
+    run.launch(f"wgmma_{name}", grid, Out(both[0]), a, b, n, n, n, *_EPILOGUE)
+    boxes = _BOX_ROWS[form[0]][0], _BOX_ROWS[form[1]][1]
+    maps: Any = [_tiles(one, rows) for one, rows in zip((a, b), boxes, strict=True)]
+
+    def work() -> None:
+        run.launch(f"tma_{name}", grid, Out(both[1]), *maps, n, n, n, *_EPILOGUE)
+
+    seconds = _timed(run, rounds, work)
+    if both[0].get().tobytes() != both[1].get().tobytes():
+        raise UserError(f"tma_{name} and wgmma_{name} differ in bits")
+    return f"TMA {form} {2 * size**3 / seconds / 1e12:.0f} TFLOP/s, the bits of cp.async"
+
+
+def _tiles(array: DeviceArray, box_rows: int) -> DeviceTiles:
+    rows, columns = array.shape
+    layout = TileLayout(element="bf16", rows=rows, columns=columns, box_rows=box_rows, box_columns=64)
+    return DeviceTiles(array.address, layout)
+
+
+def _fp8(run: Executor, size: int, rounds: int) -> str:
+    """Rounding with the bits of numpy's, and a product within the rounding of its accumulators."""
+    random, machine = np.random.default_rng(0), DelayedScaling([Format.E4M3, Format.E4M3])
+    values = [random.standard_normal((size, size)).astype(np.float32) for _ in "ab"]
+    machine.observe([float(np.abs(one).max()) for one in values])
+    given, blocks = list[DeviceArray](), (size // 64, size // 64)
+    scales = [run.upload(machine.scales[number : number + 1]) for number in range(2)]
+    for value, scale in zip(values, scales, strict=True):
+        q, most = run.zeros((size, size), np.uint8), run.zeros(blocks, np.float32)
+        side = np.int32(size)
+        run.launch(
+            "fp8_quantise_e4m3_f32", blocks, Out(q), None, Out(most), run.upload(value), scale, side, side
+        )
+        expected = quantised(value, float(scale.get()[0]), Format.E4M3)
+        if q.get().tobytes() != expected.tobytes() or most.get().max() != np.abs(value).max():
+            raise UserError("fp8_quantise_e4m3_f32 differs from numpy")
+        given.append(q)
+    c, n = run.zeros((size, size), bfloat16()), np.int32(size)
+    grid = (size // 128, size // 128)
+
+    def work() -> None:
+        run.launch(
+            "fp8_e4m3_e4m3_bf16", grid, Out(c), *given, n, n, n, *scales, None, None, None, np.int32(0)
+        )
+
+    seconds = _timed(run, rounds, work)
+    a, b = (
+        quantised(one, float(scale), Format.E4M3).astype(np.float32) / scale
+        for one, scale in zip(values, machine.scales, strict=True)
+    )
+    exact = a[:128] @ b.T
+    error = float(np.abs(c.get()[:128].astype(np.float32) - exact).max() / np.abs(exact).max())
+    if not error < 1e-2:
+        raise UserError(f"an FP8 product differs by {error:.1e} of its largest element")
+    return f"FP8 {2 * size**3 / seconds / 1e12:.0f} TFLOP/s, within {error:.1e}"
+
+
+def _attention(run: Executor, length: int, rounds: int) -> str:
+    """By `wgmma` and by `mma.sync`, within the rounding of bf16."""
+    heads, depth, found = 4, 64, list[Any]()
+    random = np.random.default_rng(0)
+    qkv = run.upload(random.standard_normal((length, 3 * heads * depth)).astype(bfloat16()))
+    bias, numbers = (
+        run.zeros((heads, length), np.float32),
+        [np.int32(one) for one in (length, heads, heads, length)],
+    )
+    spans = list[float]()
+    for name, tile in (("attention_64", 64), ("attention_wgmma_64", 128)):
+        y, logs = run.zeros((length, heads * depth), bfloat16()), run.zeros((heads, length), np.float32)
+        grid = (-(-length // tile), heads)
+
+        def work(name: str = name, grid: Any = grid, y: Any = y, logs: Any = logs) -> None:
+            run.launch(name, grid, Out(y), Out(logs), qkv, bias, *numbers)
+
+        spans.append(_timed(run, rounds, work))
+        found.append(y.get().astype(np.float32))
+    error = float(np.abs(found[0] - found[1]).max())
+    if not error < 0.03:
+        raise UserError(f"attention by wgmma and by mma.sync differ by {error:.1e}")
+    return f"attention by wgmma in {spans[1] / spans[0]:.2f} of the time of mma.sync, within {error:.1e}"

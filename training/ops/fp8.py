@@ -72,7 +72,7 @@ def scale_for(most: float, before: float, form: Format, *, margin: int = 0) -> f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingConfig:
-    """Of delayed scaling. history: steps that are remembered. margin: powers of two that are left free."""
+    """Options of delayed scaling. history: steps that are remembered. margin: powers of two left free."""
 
     history: int = 16
     margin: int = 0
@@ -110,7 +110,7 @@ class DelayedScaling:
     def observe(self, most: Sequence[float] | Array) -> None:
         """End a step: enter the largest magnitude of each tensor, and choose the scales of the next.
 
-        What is not finite is entered as zero: one bad step must not decide the scales of the next ones.
+        A magnitude that is not finite is entered as zero: one bad step must not decide later scales.
         """
         found = np.asarray(most, np.float32)
         if found.shape != (len(self.formats),):

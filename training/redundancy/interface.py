@@ -345,7 +345,7 @@ class RedundancyDriver(Redundancy):
         self.voted(list(blocking.all_gather(self.vote())))
 
     def _settle(self) -> None:
-        """Return once the slots hold what peers are told of them: a device's are copied beside steps."""
+        """Return once the slots hold the versions that peers know: a device's are copied beside steps."""
         if isinstance(self._own, DeviceState):
             self._own.settle()
 

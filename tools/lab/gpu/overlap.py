@@ -1,4 +1,4 @@
-"""What runs beside the step on a GPU: uploads of batches, copies of the state. Each takes what it runs on."""
+"""Checks of work beside the step on a GPU: uploads of batches, copies of the state; each takes its device."""
 
 from __future__ import annotations
 

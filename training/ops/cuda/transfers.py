@@ -15,7 +15,7 @@ from zbmd.training.ops.cuda.executor import Downloads, Executor
 from zbmd.transport.native._native import address_of
 
 SLOTS: Final = 2
-"""What kernels read, and what follows."""
+"""The batch that kernels read, and the next."""
 Write = Callable[[npt.NDArray[np.uint8]], None]
 
 

@@ -136,7 +136,7 @@ def _timed(step: Callable[[], object], steps: int) -> int:
 
 @dataclass(slots=True)
 class Phases:
-    """What passes between a kill and the end of the replacement's first step, one kill after the other."""
+    """Phases between a kill and the end of the replacement's first step, one kill after the other."""
 
     found: dict[str, list[tuple[float, float, int]]] = field(
         default_factory=dict[str, list[tuple[float, float, int]]]

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from zbmd.tools.bench.figures import Figure, Layer, cpu_name, new_figure
-from zbmd.tools.bench.stats import OURS, Ratio, size_in_words
+from zbmd.tools.bench.stats import ALONE, OURS, Ratio, size_in_words
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import write_atomically
 
@@ -176,7 +176,7 @@ def figures(result: BenchResult) -> Iterator[Figure]:
         if row.who != OURS:
             continue
         others = [r for r in result.rows if (r.case, r.size_bytes) == (row.case, row.size_bytes)]
-        peers = [other for other in others if other.who != OURS]
+        peers = [other for other in others if other.who not in (OURS, ALONE)]
         best = min(peers, key=lambda peer: peer.time_us_p50, default=None)
         ratio = None if best is None or best.time_ratio is None else round(1 / best.time_ratio.value, 3)
         times = TORCH_GOALS.get(row.case) if of else None
@@ -194,6 +194,23 @@ def figures(result: BenchResult) -> Iterator[Figure]:
             goal = f"≥ {times:g} × {best.who}"
             figure = msgspec.structs.replace(figure, goal=goal, met=ratio >= times)
         yield figure
+        alone = next((other for other in others if other.who == ALONE), None)
+        if alone is not None and best is not None:
+            yield _of_communication(figure, alone.time_us_p50)
+
+
+def _of_communication(step: Figure, alone_us: float) -> Figure:
+    """Return what the steps of a figure take longer than those of a model alone."""
+    ours, theirs = step.value - alone_us, max(0.0, (step.peer_value or 0.0) - alone_us)
+    return msgspec.structs.replace(
+        step,
+        what=f"{step.what}: communication, as what a step takes longer than the model alone",
+        value=round(ours, 1),
+        peer_value=round(theirs, 1),
+        ratio=round(theirs / ours, 3) if ours > 0 else None,
+        goal=f"≤ {COMMUNICATION_MAX:g} × {step.peer}",
+        met=ours <= COMMUNICATION_MAX * theirs,
+    )
 
 
 def heading(result: BenchResult) -> list[str]:
@@ -238,6 +255,8 @@ def _line(row: Measurement, width: int) -> str:
     return f"{who} {times} {algbw:>7} {busbw:>10}  {ratio}".rstrip()
 
 
+COMMUNICATION_MAX: Final = 0.4
+"""The goal for the communication in a step of DDP, in times of the peer's."""
 TORCH_GOALS: Final = {
     **dict.fromkeys(("all_reduce", "broadcast", "all_gather", "reduce_scatter"), 3.0),
     **dict.fromkeys(("all_to_all", "send", "fsdp2", "fsdp2_arena"), 2.0),

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from zbmd.transport.errors import UserError
 
 OURS = "zbmd"
+ALONE = "alone"
+"""A contender that is no peer: the work of steps without communication."""
 SIZE_MAX = 1 << 30
 SIZES_MAX = 64
 """More sizes than this in one run are a slip of the keyboard."""

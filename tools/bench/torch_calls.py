@@ -27,7 +27,7 @@ from zbmd.tools.bench.peer_catalogue import PeerMissing
 from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, new_result
 from zbmd.tools.bench.run import rows_of
 from zbmd.tools.bench.run_ranks import run_ranks
-from zbmd.tools.bench.stats import OURS, ROUNDS_MAX, iterations_for, parse_sizes, turns
+from zbmd.tools.bench.stats import ALONE, OURS, ROUNDS_MAX, iterations_for, parse_sizes, turns
 from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.options import add_sizes, add_turns, listed
 from zbmd.transport.errors import UserError
@@ -119,8 +119,6 @@ def time_calls(
 ARENA: Final = "_arena"
 DDP: Final = ("ddp", f"ddp{ARENA}")
 STEPS: Final = ("ddp", "fsdp2", f"ddp{ARENA}", f"fsdp2{ARENA}")
-ALONE: Final = "alone"
-"""A contender in steps of DDP: the model without it. What a step takes longer is its communication."""
 WARMUP_STEPS: Final = 3
 HEADS: Final = 4
 VOCABULARY: Final = 256

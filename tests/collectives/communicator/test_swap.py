@@ -98,11 +98,10 @@ def check_by_slots(c: Communicator, x: Any, root: int, end_ns: int) -> None:
     found: dict[bool, list[Any]] = {}
     for slots in (True, False):
         swap, shared = ("swap", "shared") if slots else ("direct", "direct")
-        root_only = {"algorithm": shared, "deadline_ns": end_ns}
         found[slots] = [
-            c.broadcast(x.copy(), root, **root_only),
-            c.gather(own, root, **root_only),
-            c.scatter(x if at_root else None, root, np.empty_like(own), **root_only),
+            c.broadcast(x.copy(), root, algorithm=shared, deadline_ns=end_ns),
+            c.gather(own, root, algorithm=shared, deadline_ns=end_ns),
+            c.scatter(x if at_root else None, root, np.empty_like(own), algorithm=shared, deadline_ns=end_ns),
             c.all_gather(own, algorithm=swap, deadline_ns=end_ns),
             c.all_to_all(x, algorithm=swap, deadline_ns=end_ns),
             c.reduce_scatter(x, op="max", algorithm=swap, deadline_ns=end_ns),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from zbmd.tools.bench.figures import read_figures
-from zbmd.tools.bench.torch_calls import CASES, STEPS, check_losses
+from zbmd.tools.bench.stats import ALONE
+from zbmd.tools.bench.torch_calls import CASES, DDP, STEPS, check_losses
 from zbmd.tools.entry import zbmd as cli
 
 SMALL = ["--rounds", "1", "--steps", "2", "--width", "8", "--layers", "1", "--tokens", "4"]
@@ -28,12 +29,20 @@ def test_calls_and_steps_are_timed_beside_gloo_and_recorded(
     assert told["benchmark"] == "torch" and told["peers"][0]["name"] == "gloo"
     rows = [(row["case"], row["who"]) for row in told["rows"]]
     twice = dict.fromkeys(STEPS, 1)
+    contenders = {case: ("zbmd", "gloo", *([ALONE] if case in DDP else [])) for case in CASES}
     assert rows == [
-        (case, who) for case in CASES for _ in range(twice.get(case, 2)) for who in ("zbmd", "gloo")
+        (case, who) for case in CASES for _ in range(twice.get(case, 2)) for who in contenders[case]
     ]
     assert all(row["time_us_p50"] > 0 for row in told["rows"])
-    goals = {figure.what.split()[1].strip(","): figure.goal for figure in read_figures(record)}
-    assert goals["send"] == "≥ 2 × gloo" and goals["all_reduce"] == "≥ 3 × gloo" and goals["ddp"] is None
+    figures = list(read_figures(record))
+    goals = {figure.what.split()[1].strip(","): figure.goal for figure in figures}
+    assert (
+        goals["send"] == "≥ 2 × gloo"
+        and goals["all_reduce"] == "≥ 3 × gloo"
+        and goals["fsdp2"] == "≥ 2 × gloo"
+    )
+    shares = [figure for figure in figures if "communication" in figure.what]
+    assert [(figure.goal, figure.peer) for figure in shares] == [("≤ 0.4 × gloo", "gloo")] * len(DDP)
 
 
 def test_other_losses_are_told() -> None:

@@ -130,16 +130,16 @@ def test_a_mode_of_the_script_that_is_still_entered_keeps_ours_beneath(tmp_path:
         mode, x = operations.OpMode(sampler), torch.ones(4, 4)
         mode.watch(is_on=True)
         with counter.FlopCounterMode(display=False) as theirs:
-            x @ x
+            torch.mm(x, x)
             mode.watch(is_on=False)
-            x @ x
+            torch.mm(x, x)
         assert len(stack()) == 1
-        x @ x
+        torch.mm(x, x)
         mode.watch(is_on=True)
-        x @ x
+        torch.mm(x, x)
         mode.watch(is_on=False)
         assert not stack()
-        x @ x
+        torch.mm(x, x)
         (row,) = sampler.rows()
     assert theirs.get_total_flops() == 2 * 2 * 4**3
     assert (row.op, row.calls, row.flops) == ("aten::mm", 2, 2 * 2 * 4**3)

@@ -83,7 +83,7 @@ async def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
 @pytest.mark.parametrize(
     ("mode", "fault", "ranks"),
     [
-        ("fsdp+normed", "rank1:test.before_reduce:1", 3),
+        ("fsdp+normed", "rank1:test.before_reduce:2", 3),  # the first is that of a trial
         ("fsdp+normed", "rank2:test.after_reduce:3,rank0:loop.voted:6", 3),
         ("hybrid+muon", "rank3:test.after_reduce:5", 4),
         ("ddp+normed", "rank0:loop.delivered:2", 3),

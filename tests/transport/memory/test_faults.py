@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ PASSES = [f"{point} {turn}" for turn in range(4) for point in ("here", "there")]
 
 
 @pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
+def disarmed() -> Generator[None]:
     yield
     arm("nobody", 1, "")
 
@@ -117,7 +117,7 @@ def test_one_that_is_only_waited_for_kills_nobody() -> None:
 
 
 @contextmanager
-def victim(spec: str, process: str, job: int) -> Iterator[subprocess.Popen[str]]:
+def victim(spec: str, process: str, job: int) -> Generator[subprocess.Popen[str]]:
     """A process that ends when its input is closed, if it is not killed."""
     environment = {"ZBMD_FAULT": spec, "PYTHONPATH": ":".join(sys.path)}
     command = [*VICTIM, process, "1", str(job)]

@@ -107,8 +107,8 @@ def test_a_product_has_the_bits_of_its_instructions(name: str) -> None:
     c = empty((m, n), name.rpartition("_")[2])
     given = (fixed(a.view("u1"), "u1"), fixed(b.view("u1"), "u1"))
     run(name, (1, 2), [c], *given, m, n, k, scale_a, scale_b, None, None, None, 0)
-    kinds = tuple(NAMES[one] for one in PRODUCTS[name])
-    expected = _in_steps(a, b, kinds) / np.float32(8)
+    first, second = PRODUCTS[name]
+    expected = _in_steps(a, b, (NAMES[first], NAMES[second])) / np.float32(8)
     np.testing.assert_array_equal(wide(c), wide(expected.astype(c.dtype)))
     exact = a.astype(np.float64) @ b.astype(np.float64).T / 8
     assert np.abs(wide(c) - exact).max() < 3e-3 * np.abs(exact).max()

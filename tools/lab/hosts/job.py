@@ -120,6 +120,8 @@ class HostNode:
         self.host = host
         self._budget = f"{budget_ns}ns"
         self.process: subprocess.Popen[bytes] | None = None
+        self.options: Sequence[str] = ()
+        """More of its command."""
         self._text = b""
         path = host.home / "cookie"
         path.touch(mode=0o600)
@@ -134,7 +136,7 @@ class HostNode:
     def start(self, join: str | None) -> None:
         """Start its node."""
         command = [*NODE, f"{self.host.address}:{PORT}", "--name", self.host.name]
-        command += ["--recovery-budget", self._budget]
+        command += ["--recovery-budget", self._budget, *self.options]
         command += [] if join is None else ["--join", join]
         environment = {**ENVIRONMENT, "ZBMD_STATE_DIR": str(self.host.home / "node")}
         self._text = b""
@@ -170,7 +172,7 @@ class HostNode:
 
 
 class JobDemo:
-    """The hosts, the job, and what is done to them. model: arguments of the training job."""
+    """The hosts, the job, and what is done to them. model: arguments of the job; ranks: of its recipe."""
 
     def __init__(
         self,
@@ -178,8 +180,10 @@ class JobDemo:
         layout: Layout,
         budget_ns: int,
         model: Sequence[str] = MODEL,
+        ranks: int = 1,
     ) -> None:
         cookie = secrets.token_hex()
+        self._ranks = ranks
         self.places = [HostNode(host, cookie, budget_ns) for host in hosts]
         self._patience_s = PATIENCE_BUDGETS * budget_ns / 1e9
         self._model = model
@@ -203,18 +207,18 @@ class JobDemo:
         for place in others:
             place.start(f"{first.host.address}:{PORT}")
         self._all_agree(self.places)
+        layout = self.layout
+        nodes = {"nodes_min": layout.nodes_min, "nodes_max": layout.nodes_max}
         first.order(
-            {
-                "target": "zbmd.training.sharded",
-                "is_module": True,
-                "arguments": [recipe_by(out, STEPS_MOST, self._model).encode()],
-                "ranks_per_node": self.layout.ranks_per_node,
-                "nodes_min": self.layout.nodes_min,
-                "nodes_max": self.layout.nodes_max,
-            }
+            {"is_module": True, "ranks_per_node": layout.ranks_per_node, **nodes, **self.program(out)}
         )
         self._commits(self.layout.ranks(len(self.places)))
         self.victim = next(place for place in reversed(self.places) if place.host.name in self.working)
+
+    def program(self, out: Path) -> Event:
+        """Return what the ranks run: fields of `JobSpec`."""
+        recipe = recipe_by(out, STEPS_MOST, self._model, ranks=self._ranks)
+        return {"target": "zbmd.training.sharded", "arguments": [recipe.encode()]}
 
     def kill_and_start(self) -> None:
         """The victim's processes."""
@@ -341,16 +345,16 @@ class CableDemo(JobDemo):
         self._joined("as the cut-off host joins: the longest time between two steps, ms")
 
 
-def recipe_by(out: Path, steps: int, model: Sequence[str] = MODEL, *own: str) -> TrainOptions:
+def recipe_by(out: Path, steps: int, model: Sequence[str] = MODEL, *own: str, ranks: int = 1) -> TrainOptions:
     """The job's recipe; model, own: options of `zbmd train`."""
     words = ["--out", str(out), "--steps", str(steps), "--checkpoint-every", "1000"]
     words += [*CONSTANT, *model, *own]
-    return recipe_of(words, ranks=1)
+    return recipe_of(words, ranks=ranks)
 
 
-def plain_digest(out: Path, steps: int) -> str:
+def plain_digest(out: Path, steps: int, model: Sequence[str] = MODEL) -> str:
     """The weights of the same job in one plain process."""
-    recipe = recipe_by(out, steps, MODEL, "--plain", "on")
+    recipe = recipe_by(out, steps, model, "--plain", "on")
     command = [sys.executable, "-m", "zbmd.training.sharded", recipe.encode()]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, **ENVIRONMENT}

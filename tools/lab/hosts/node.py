@@ -1,6 +1,7 @@
 """The node of one host in the demo of a job over hosts: a cluster's node with its jobs, as JSON lines.
 
     python -m zbmd.tools.lab.hosts.node ADDRESS --name NAME [--join ADDRESS] [--recovery-budget TIME]
+                                        [--preload MODULE ...]
 
 Standard input takes orders, JSON objects: the fields of a training job to submit, or `{"stop": REASON}` for
 that job. Standard output reports views, ranks and steps, each with its time (CLOCK_MONOTONIC, one for all
@@ -9,6 +10,7 @@ hosts of the laboratory).
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import secrets
@@ -55,7 +57,14 @@ def say(kind: str, **fields: Any) -> None:
 class LabNode:
     """A node and its jobs."""
 
-    def __init__(self, address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        join: str | None,
+        name: str,
+        recovery_budget_ns: int | None,
+        preload: Sequence[str] = (),
+    ) -> None:
         config = NodeConfig(
             name=name,
             listen=parse_address(address),
@@ -72,7 +81,7 @@ class LabNode:
             clock=clock,
             output=self,
             listen_host=config.listen.host,
-            preload=MODULES,
+            preload=(*MODULES, *preload),
             on_event=self._on_event,
         )
 
@@ -107,6 +116,7 @@ class LabNode:
     def submit(self, order: dict[str, Any]) -> None:
         """Have the cluster run a job."""
         order["arguments"] = tuple(order.get("arguments", ()))
+        order["environment"] = tuple(map(tuple, order.get("environment", ())))
         spec = JobSpec(job=self._job, arena_bytes=ARENA_BYTES, **order)
         self.node.command(Submit(spec=spec))
 
@@ -115,9 +125,8 @@ class LabNode:
         self.node.command(Stop(job=self._job, reason=reason))
 
 
-async def run(address: str, join: str | None, name: str, recovery_budget_ns: int | None) -> None:
+async def run(place: LabNode) -> None:
     """Until the process is killed."""
-    place = LabNode(address, join, name, recovery_budget_ns)
     await place.jobs.open()
     living = asyncio.ensure_future(place.node.run())
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -129,6 +138,12 @@ async def run(address: str, join: str | None, name: str, recovery_budget_ns: int
     await living
 
 
+async def started(arguments: argparse.Namespace) -> None:
+    """Make the node of a command line, in the loop that it belongs to, and run it."""
+    join, budget_ns = arguments.join, arguments.recovery_budget
+    await run(LabNode(arguments.address, join, arguments.name, budget_ns, arguments.preload))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = script_parser("lab.hosts.node", __doc__)
@@ -136,9 +151,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--join")
     parser.add_argument("--name", required=True)
     parser.add_argument("--recovery-budget", metavar="TIME", type=parse_recovery_budget)
+    parser.add_argument(
+        "--preload", nargs="*", default=[], metavar="MODULE", help="imported before ranks begin"
+    )
     arguments = parser.parse_args(argv)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    uvloop.run(run(arguments.address, arguments.join, arguments.name, arguments.recovery_budget))
+    uvloop.run(started(arguments))
     return 0
 
 

@@ -41,6 +41,9 @@ from zbmd.transport.errors import UserError
 
 MODULE: Final = "zbmd.tools.lab.bench.training.loops"
 KINDS: Final = ("ddp", "fsdp2")
+PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
+RANK_VARIABLE: Final = "ZBMD_LOOPS_RANK"
+"""It is set where this module is to be a rank."""
 STEPS_BEFORE: Final = 4
 """Undisturbed steps before each kill."""
 WARMUP: Final = 3
@@ -264,8 +267,8 @@ async def run_of(arguments: argparse.Namespace, kind: str, watch: Watch) -> None
         arena_bytes=256 << 20,
         max_restarts=arguments.kills,
         restart_window_s=3600.0,
-        environment={"ZBMD_LOOPS_RANK": "1", SPARE_RANKS_VARIABLE: str(arguments.spare_ranks)},
-        preload=("torch", "torch._dynamo", "zbmd.training.torch.resilient"),
+        environment={RANK_VARIABLE: "1", SPARE_RANKS_VARIABLE: str(arguments.spare_ranks)},
+        preload=PRELOAD,
     )
     keeper = snapshot_keeper(config, HELD_S, watch.lines.append) if arguments.held else None
     host = watch.host = Host(config, output=watch, observer=watch.observe, snapshots=keeper)
@@ -330,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if os.environ.get("ZBMD_LOOPS_RANK"):
+    if os.environ.get(RANK_VARIABLE):
         rank_main()
     else:
         sys.exit(main())

@@ -3,12 +3,14 @@
     python -m zbmd.tools.lab.bench.training.recovery             100 M parameters, 2 ranks: dp and ZeRO-3
     python -m zbmd.tools.lab.bench.training.recovery --width 256 --layers 2 --kinds dp --kills 5
     python -m zbmd.tools.lab.bench.training.recovery --width 256 --layers 2 --spare-ranks 1 --imports 2
+    python -m zbmd.tools.lab.bench.training.recovery --all       all ranks are killed at once
 
-Each kind of run trains, loses a rank by SIGKILL at a random moment, and trains on; that is repeated `--kills`
-times in one run. With `--spare-ranks` each kill waits until so many spares wait for a rank. `--imports` has
-the script take so many seconds before it trains, as one that imports PyTorch does. `beyond` is the recovery
-less an undisturbed step. The page cost is that of the first and of the second write of a new 1 GiB memfd: on
-a virtual machine whose hypervisor has not backed the memory yet, recoveries are as slow as its pages.
+Each kind of run trains, loses a rank by SIGKILL at a random moment, or all of them, and trains on; that is
+repeated `--kills` times in one run. With `--spare-ranks` each kill waits until so many spares wait for a
+rank. `--imports` has the script take so many seconds before it trains, as one that imports PyTorch does.
+`beyond` is the recovery less an undisturbed step. The page cost is that of the first and of the second write
+of a new 1 GiB memfd: on a virtual machine whose hypervisor has not backed the memory yet, recoveries are as
+slow as its pages.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class RecoveryCost:
 
     kind: str
     ranks: int
+    killed: int
     spares: int
     imports_s: float
     parameters: int
@@ -105,6 +108,7 @@ class _Killer:
     kills: int
     rng: random.Random
     spares: int = 0
+    at_once: bool = False
     host: Host | None = None
     lines: list[str] = field(default_factory=list[str])
     steps_s: list[float] = field(default_factory=list[float])
@@ -149,7 +153,8 @@ class _Killer:
     def _kill(self) -> None:
         assert self.host is not None
         self._killed_ns = time.monotonic_ns()
-        self.host.send_signal(self.rng.randrange(self.ranks), signal.SIGKILL)
+        for rank in range(self.ranks) if self.at_once else [self.rng.randrange(self.ranks)]:
+            self.host.send_signal(rank, signal.SIGKILL)
 
 
 async def measure(
@@ -163,10 +168,12 @@ async def measure(
     parameters: int,
     spares: int = 0,
     imports_s: float = 0.0,
+    at_once: bool = False,
 ) -> RecoveryCost:
-    """Train, kill and measure. Raises `UserError` if the run fails."""
+    """Train, kill a rank or all of them at once, and measure. Raises `UserError` if the run fails."""
     free_bytes, (first_s, again_s) = available_memory().nbytes, page_costs()
-    killer = _Killer(ranks, kills, random.Random(seed), spares)
+    killer = _Killer(ranks, kills, random.Random(seed), spares, at_once)
+    killed = ranks if at_once else 1
     data = write_text(directory / "text")
     arguments = [*shape, *KINDS[kind], "--steps", "9999"]
     arguments += ["--data", str(data), "--out", str(directory / "run")]
@@ -180,7 +187,7 @@ async def measure(
         arguments=(recipe, *([str(imports_s)] if imports_s else [])),
         environment={SPARE_RANKS_VARIABLE: str(spares)},
         world_size=ranks,
-        max_restarts=kills,
+        max_restarts=kills * killed,
         restart_window_s=3600.0,
         preload=("zbmd.training.sharded.run",),
     )
@@ -192,6 +199,7 @@ async def measure(
     return RecoveryCost(
         kind=kind,
         ranks=ranks,
+        killed=killed,
         spares=spares,
         imports_s=imports_s,
         parameters=parameters,
@@ -221,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of dp and ZeRO (%(default)s)")
     parser.add_argument("--shards", type=int, default=2, help="logical shards (%(default)s)")
     parser.add_argument("--kills", type=int, default=3, help="in each run (%(default)s)")
+    parser.add_argument("--all", action="store_true", help="kill all ranks at once")
     parser.add_argument("--seed", type=int, default=0, help="of the victims and moments (%(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="of the model (%(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="of the model (%(default)s)")
@@ -248,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parameters=parameters,
                 spares=arguments.spare_ranks,
                 imports_s=arguments.imports,
+                at_once=arguments.all,
             )
             try:
                 cost = uvloop.run(run)
@@ -258,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(msgspec.json.encode(asdict(cost)).decode(), flush=True)
             continue
         print(
-            f"{kind}: {parameters / 1e6:.0f} M parameters, {cost.ranks} ranks, {cost.spares} spares, "
+            f"{kind}: {parameters / 1e6:.0f} M parameters, {cost.killed} of {cost.ranks} ranks killed, "
+            f"{cost.spares} spares, "
             f"step {cost.step_s:.2f} s, "
             f"recovery {', '.join(f'{s:.2f}' for s in cost.recoveries_s)} s, beyond the step "
             f"{', '.join(f'{s:.2f}' for s in cost.beyond_s)} s; 1 GiB of new pages {cost.page_first_s:.2f}, "

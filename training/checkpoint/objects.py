@@ -1,9 +1,9 @@
 """A prefix of an object store as a storage: S3 and what speaks its protocol, Google Cloud Storage, Azure.
 
 By `obstore`, which sends large files as the parts of a multipart upload, several at once, and each part again
-if that fails. A file is visible once all of it is there. Credentials and endpoints are those of the
-environment alone (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`,
-`AZURE_STORAGE_ACCOUNT_NAME`, …), or of the machine's role.
+if that fails. A file is visible once all of it is there. Credentials are those of the environment alone
+(`AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`, …), or of the machine's
+role; so are endpoints (`ENDPOINTS`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ REQUEST_S: Final = 60
 CONNECT_S: Final = 5
 RETRIES: Final = 3
 RETRY_S: Final = 30
+ENDPOINTS: Final = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""By scheme, the variables of the environment that name another server than the vendor's."""
 
 
 class ObjectStore:
@@ -40,7 +46,10 @@ class ObjectStore:
                     "timeout": timedelta(seconds=REQUEST_S),
                     "connect_timeout": timedelta(seconds=CONNECT_S),
                     # An endpoint without TLS is the user's own: in the same cluster, or in a test.
-                    "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
+                    "allow_http": any(
+                        os.environ.get(name, "").startswith("http://")
+                        for name in ENDPOINTS.get(url.partition("://")[0], ())
+                    ),
                 },
                 retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
             )
@@ -69,8 +78,8 @@ class ObjectStore:
                 )
         except OSError as error:
             raise UserError(
-                f"cannot write {self.where(name)}: {error}. Check the bucket, the credentials in the "
-                "environment and the connection."
+                f"cannot write {self.where(name)}: {error}. Check the bucket or container, the "
+                "credentials in the environment and the connection."
             ) from error
 
     def get(self, name: str, bytes_max: int) -> bytes:

@@ -82,7 +82,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, object_store_runtime: None) -> Itera
     """The URL of a folder in an object store."""
     pytest.importorskip("moto", reason="moto is not installed")
     server = subprocess.Popen(
-        [sys.executable, str(PROGRAMS / "training/s3_server.py"), "0", "well"],
+        [sys.executable, str(PROGRAMS / "training/object_server.py"), "0", "well"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -157,6 +157,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "tools/telemetry/measures.py": "reads JSON that ingest.py has written into the database",
     "tools/telemetry/ingest.py": "reads records of a run; test_database.py gives it damaged ones",
     "training/ops/cuda/executor.py": "copies page-locked memory of its own",
+    "training/ops/cuda/transfers.py": "views page-locked memory of its own",
     "training/job/checkpoints.py": "makes a number of a digest of its own",
     "transport/bulk/stripe_io.py": "receives for the reader of stream.py, asks the kernel of its own socket",
     "actors/core/actor.py": "makes a number of random bytes of its own",

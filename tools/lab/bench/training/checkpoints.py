@@ -5,7 +5,8 @@
 
 Three runs have the same steps: without checkpoints, and with one each `--every` steps by either writer. The
 cost is the time of all steps beside and after a checkpoint until the next one, less that of as many steps of
-the first run: the wait for the copy, and what copying and writing take of the processors that ranks use.
+the first run: the stall, and what copying and writing take of the processors that ranks use. The stall is
+what the rank that waits longest for copies of its state waits longer than in the first run, by its profile.
 """
 
 from __future__ import annotations
@@ -30,22 +31,27 @@ from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
 from zbmd.tools.node.run import snapshot_keeper
 from zbmd.tools.train.command import recipe_of
+from zbmd.training.profiler.lines import read_profiles
 from zbmd.transport.errors import UserError
 
 WARM_UP: Final = 12
 """First steps that do not count: the snapshot process comes in these."""
 LINES_KEPT: Final = 20
 SNAPSHOTS_S: Final = 5.0
+STALL: Final = "checkpoint"
+"""The category of a profile: what a step waits for while a state is written."""
 WRITERS: Final = ("none", "snapshots", "ranks")
 
 
 class CheckpointCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one writer; seconds. share: cost of a checkpoint over a step; load: of the machine."""
+    """The figures of one writer; seconds. Shares: of a step, for a checkpoint; load: of the machine."""
 
     writer: str
     step_s: float
     cost_s: float
     share: float
+    stall_s: float
+    stall_share: float
     checkpoints: int
     load: float
 
@@ -67,8 +73,13 @@ class _Observer:
             self.at_ns.append(int(event.payload["at_ns"]))
 
 
-async def steps_of(directory: Path, shape: Sequence[str], *, writer: str, every: int, count: int) -> float:
-    """Return the mean time of a step of a run with `count` checkpoints. Raises `UserError` if it fails."""
+async def steps_of(
+    directory: Path, shape: Sequence[str], *, writer: str, every: int, count: int
+) -> tuple[float, float]:
+    """Return the mean time of a step of a run with `count` checkpoints, and its waits for each, in seconds.
+
+    Raises `UserError` if the run fails.
+    """
     steps = WARM_UP - WARM_UP % every + every * (count + 1)
     words = [*shape, "--steps", str(steps), "--data", str(write_text(directory / "text"))]
     words += ["--out", str(directory / writer), "--evaluate-every", "0"]
@@ -87,29 +98,39 @@ async def steps_of(directory: Path, shape: Sequence[str], *, writer: str, every:
     if ended.exit_code:
         raise UserError(f"the run by {writer} failed: {ended.reason}\n" + "\n".join(observer.lines))
     first = steps - 1 - every * count  # the last step waits for its checkpoint
-    return (observer.at_ns[steps - 2] - observer.at_ns[first - 1]) / 1e9 / (steps - 1 - first)
+    stalls_ns = [
+        sum(line.ns.get(STALL, 0) for line in life.steps if line.step > first)
+        for life in read_profiles(directory / writer)
+    ]
+    step_s = (observer.at_ns[steps - 2] - observer.at_ns[first - 1]) / 1e9 / (steps - 1 - first)
+    return step_s, max(stalls_ns) / 1e9 / count
 
 
 def measured(shape: Sequence[str], *, every: int, count: int, rounds: int) -> list[CheckpointCost]:
     """Return the figures of all writers, from the medians of interleaved rounds."""
-    found: dict[str, list[float]] = {writer: [] for writer in WRITERS}
+    found: dict[str, list[tuple[float, float]]] = {writer: [] for writer in WRITERS}
     for _ in range(rounds):
         for writer in WRITERS:
             with tempfile.TemporaryDirectory(prefix="zbmd-checkpoints-") as name:
                 run = steps_of(Path(name), shape, writer=writer, every=every, count=count)
                 found[writer].append(uvloop.run(run))
-    step_s = statistics.median(found["none"])
-    return [
-        CheckpointCost(
-            writer=writer,
-            step_s=round(statistics.median(times), 4),
-            cost_s=round((statistics.median(times) - step_s) * every, 4),
-            share=round((statistics.median(times) - step_s) * every / step_s, 3),
-            checkpoints=0 if writer == "none" else rounds * count,
-            load=round(os.getloadavg()[0], 1),
+    plain_s, waits_s = (statistics.median(each) for each in zip(*found["none"], strict=True))
+    costs: list[CheckpointCost] = []
+    for writer, runs in found.items():
+        step_s, stall_s = (statistics.median(each) for each in zip(*runs, strict=True))
+        costs.append(
+            CheckpointCost(
+                writer=writer,
+                step_s=round(step_s, 4),
+                cost_s=round((step_s - plain_s) * every, 4),
+                share=round((step_s - plain_s) * every / plain_s, 3),
+                stall_s=round(stall_s - waits_s, 4),
+                stall_share=round((stall_s - waits_s) / plain_s, 4),
+                checkpoints=0 if writer == "none" else rounds * count,
+                load=round(os.getloadavg()[0], 1),
+            )
         )
-        for writer, times in found.items()
-    ]
+    return costs
 
 
 @exit_code_of
@@ -131,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             print(msgspec.json.encode(one).decode(), flush=True)
         else:
-            cost = f"a checkpoint costs {one.cost_s:.3f} s, {one.share:.0%} of a step"
+            cost = f"a checkpoint costs {one.cost_s:.3f} s, {one.share:.0%} of a step, and stalls it "
+            cost += f"for {one.stall_s * 1e3:.1f} ms, {one.stall_share:.1%}"
             print(f"{one.writer:10} step {one.step_s:.3f} s  {cost}", flush=True)
     return 0
 

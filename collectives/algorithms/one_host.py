@@ -77,7 +77,7 @@ def swap_all_to_all(n: int, rank: int, chunks: int) -> Program:
 
 
 def shared_all_reduce(n: int, rank: int, chunks: int) -> Program:
-    """All-reduce of slices, one a rank, by puts alone: of inputs to who reduces them, and of the results.
+    """All-reduce of slices, one a rank, by puts alone: of inputs to the rank that reduces, and of results.
 
     More than two ranks move less than in `swap_all_reduce`, and wait more often. Order: left fold over ranks
     0..n-1, the same bits as `direct_all_reduce`. In place or not.

@@ -12,7 +12,6 @@ root and iproute2.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from zbmd.tools.cli.options import add_json, exit_code_of, script_parser
-from zbmd.tools.lab.hosts.job import MODEL, PORT, Host, JobDemo, Layout, plain_digest
+from zbmd.tools.lab.hosts.job import MODEL, PORT, Host, JobDemo, Layout, plain_digest, show
 from zbmd.tools.lab.hosts.netns import Lab
 from zbmd.training.checkpoint.sharded import load_trained
 from zbmd.training.sharded.task import weights_sha256
@@ -95,12 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--code {arguments.code}: expected K+M, with at most {HOSTS_MAX} hosts: K + 2 M")
     budget_ns = parse_recovery_budget(arguments.recovery_budget)
     figures, same = run(int(match[1]), int(match[2]), arguments.rounds, budget_ns)
-    if arguments.json:
-        print(json.dumps({"figures": figures, "same_weights": same}))
-    else:
-        for what, value in figures.items():
-            print(f"{what:72}{value:>10,.0f}")
-        print(f"the weights are {'those' if same else 'NOT those'} of one plain process, bit for bit")
+    show(figures, same=same, as_json=arguments.json)
     return 0 if same else 1
 
 

@@ -397,6 +397,16 @@ def run(
         return demo.figures, weights_sha256(weights) == plain_digest(folder / "plain", steps)
 
 
+def show(figures: Mapping[str, float], *, same: bool, as_json: bool) -> None:
+    """Print the figures. same: whether the weights are those of a plain run."""
+    if as_json:
+        print(json.dumps({"figures": figures, "same_weights": same}))
+        return
+    for what, value in figures.items():
+        print(f"{what:72}{value:>10,.0f}")
+    print(f"the weights are {'those' if same else 'NOT those'} of one plain process, bit for bit")
+
+
 @exit_code_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
@@ -423,12 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pull=not arguments.spare and not arguments.calm,
         kill=not arguments.calm,
     )
-    if arguments.json:
-        print(json.dumps({"figures": figures, "same_weights": same}))
-    else:
-        for what, value in figures.items():
-            print(f"{what:72}{value:>10,.0f}")
-        print(f"the weights are {'those' if same else 'NOT those'} of one plain process, bit for bit")
+    show(figures, same=same, as_json=arguments.json)
     return 0 if same else 1
 
 

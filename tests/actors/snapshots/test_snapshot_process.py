@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from support.processes.children import children_of
 from support.processes.polling import until
+from support.processes.stopping import stop
 
 from zbmd.actors.snapshots.client import address_of, attach, drop, find_holders, look, tag_of
 from zbmd.actors.snapshots.keeper import HOLDERS_STARTED_MAX, SnapshotKeeper
@@ -163,7 +164,7 @@ async def test_a_holder_that_is_killed_in_the_middle_of_a_hand_over(run: str, ha
         else:
             await until(lambda: first.keeper.pid != 0)
             pid = first.keeper.pid
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         for rank in range(handed, 3):
             first.rank(rank)  # these wait in its socket
         os.kill(pid, signal.SIGKILL)

@@ -7,12 +7,12 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.processes.stopping import await_stop
 
 from zbmd.collectives.algorithms.shard_tree import assign_shards, reduce_shards, shard_tree_nodes
 from zbmd.collectives.errors import Desynchronised, MembersLost, OperationAborted
@@ -193,12 +193,6 @@ def test_a_member_that_does_not_come_costs_no_more_than_the_deadline(run_ranks: 
         return outcome
 
     assert "entering" in run_ranks(2, body, hosts=(0, 1))[0]
-
-
-def await_stop(pid: int) -> None:
-    """Return once that process is stopped."""
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        os.sched_yield()
 
 
 def test_what_a_member_answers_after_the_deadline_goes_nowhere(run_ranks: RunRanks) -> None:

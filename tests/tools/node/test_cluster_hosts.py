@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.cluster.cluster_nodes import TIMEOUT_S, Nodes
+from support.processes.stopping import stop
 
 from zbmd.actors.process_pool.placement import Placement, PlacementMachine
 from zbmd.actors.process_pool.process_actor import NodeProcess, Placements, node_child
@@ -57,7 +57,7 @@ async def test_a_node_that_stands_still_is_replaced_on_another_host(
         await asyncio.to_thread(session.run, supervise())
         await runs[0].until(r"view \d+: (?=.*\ba\b)(?=.*\bn1\b)(?=.*\bn2\b)")
         stopped = pid_at("a")
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
         await runs[0].until(r"view \d+: (?=.*\bb\b)(?=.*\bn1\b)(?=.*\bn2\b)")
         await until(lambda: pid_at("b") not in (0, stopped))
         with pytest.raises(ProcessLookupError):

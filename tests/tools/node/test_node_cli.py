@@ -19,6 +19,7 @@ import pytest
 from programs import PROGRAMS
 from support.cluster.etcd_server import free_ports
 from support.processes.launcher import after_threads, assert_no_socket
+from support.processes.stopping import stop
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
@@ -267,7 +268,7 @@ async def test_ranks_killed_from_outside_at_once_cost_one_view(start: Start) -> 
     async with start("run", "-n", "4", JOINS, "waits_for_epoch_2") as run:
         found = await run.until(r"rank([13])\]: pid (\d+)", 2)
         await run.until(r"\]: pid (\d+)", 4)
-        run.process.send_signal(signal.SIGSTOP)  # it learns of both at once, however late one is
+        stop(run.process.pid)  # it learns of both at once, however late one is
         for match in found:
             os.kill(int(match[2]), signal.SIGKILL)
         run.process.send_signal(signal.SIGCONT)

@@ -21,6 +21,7 @@ from support.jobs.held_runs import (
     weights_of,
 )
 from support.processes.polling import until
+from support.processes.stopping import stop
 
 from zbmd.actors.snapshots.client import drop
 from zbmd.training.checkpoint.index import SHARDS_NAME, Retention
@@ -73,7 +74,7 @@ def stopped_in_a_checkpoint(running: Running, run: Path) -> int:
     assert has_written(holder)
     open_gate(run, SAVED)
     running.until(rf"^step {BETWEEN - 1} loss")
-    os.kill(holder, signal.SIGSTOP)
+    stop(holder)
     open_gate(run, BETWEEN)
     running.until(rf"^step {BEYOND - 1} loss")
     assert saved_in(run) == EVERY

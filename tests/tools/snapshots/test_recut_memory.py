@@ -19,6 +19,7 @@ from support.jobs.held_runs import (
     weights_of,
 )
 from support.processes.launcher import Running
+from support.processes.stopping import stop
 
 from zbmd.training.run.ledger import LOG_NAME, read_log
 
@@ -42,9 +43,10 @@ def kill_ranks(running: Running, *ranks: int) -> None:
     """Kill them at once: none does a step after another one's end."""
     named = running.processes()
     pids = [pid for rank in ranks for pid in named[f"zbmd-rank{rank}"]]
-    for how in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in pids:
-            os.kill(pid, how)
+    for pid in pids:
+        stop(pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_state_that_is_recut_outlives_its_ranks_and_their_launcher(launcher: Launcher, run: Path) -> None:

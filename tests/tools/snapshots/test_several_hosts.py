@@ -28,6 +28,7 @@ from support.jobs.held_runs import (
 )
 from support.processes.launcher import Running
 from support.processes.polling import wait_until
+from support.processes.stopping import stop
 
 from zbmd.actors.snapshots.client import HolderAddress, drop, find_holders, look
 from zbmd.training.checkpoint.index import SHARDS_NAME
@@ -130,7 +131,7 @@ def test_a_checkpoint_that_was_handed_over_becomes_whole_without_ranks_and_launc
             running[0].until_holds(lambda: saved_in(run) == EVERY, "the first checkpoint is written")
             holders = [pid for node in running for pid in node.processes()[HOLDER]]
             for pid in holders:
-                os.kill(pid, signal.SIGSTOP)
+                stop(pid)
             open_gate(run, BETWEEN)
             running[0].until(rf"^step {BEYOND - 1} loss")
             for node in running:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.processes.polling import until
+from support.processes.stopping import stop
 
 from zbmd.actors.snapshots.client import HolderLine, find_holders
 from zbmd.actors.snapshots.keeper import SnapshotKeeper
@@ -182,7 +183,7 @@ async def test_memory_that_was_overwritten_before_it_was_copied_is_not_written(
     """That is what a replacement does to the memory of a dead rank, whose request waits."""
     out = tmp_path / "saved"
     async with started(tmp_path) as job:
-        os.kill(job.keeper.pid, signal.SIGSTOP)
+        stop(job.keeper.pid)
         for rank in job.ranks:
             rank.save(3, out)
         job.ranks[1].hold(5)
@@ -255,7 +256,7 @@ async def test_a_process_that_is_killed_after_its_part_needs_not_publish(
             if point != "shards.parted":
                 two.ranks[1].save(3, out, homes=APART)
                 await two.heard(1, Event.WROTE)
-            os.kill(two.keeper.pid, signal.SIGSTOP)  # it would publish as soon as the other part is there
+            stop(two.keeper.pid)  # it would publish as soon as the other part is there
             one.ranks[0].save(3, out, homes=APART)
             await until(lambda: any("is lost, killed (SIGKILL)" in each for each in one.said))
             os.kill(two.keeper.pid, signal.SIGCONT)
@@ -287,7 +288,7 @@ async def test_a_host_that_cannot_write_gives_up_and_leaves_nothing(quick: None,
     async with hosts(tmp_path) as (one, two):
         one.ranks[0].save(3, out, homes=APART)
         await one.heard(0, Event.WROTE)
-        os.kill(two.keeper.pid, signal.SIGSTOP)
+        stop(two.keeper.pid)
         two.ranks[1].save(3, out, homes=APART)
         two.ranks[1].hold(5)  # a replacement overwrites it before it is copied
         os.kill(two.keeper.pid, signal.SIGCONT)
@@ -348,7 +349,7 @@ async def test_a_process_that_does_not_answer_is_killed_so_that_it_writes_nothin
     monkeypatch.setattr(lines, "SILENT_S", 0.02)
     async with started(tmp_path) as job:
         pid = job.keeper.pid
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         job.ranks[0].save(3, tmp_path / "saved")
         assert not job.ranks[0].line.staged() and job.ranks[0].line.lost
         await until(lambda: job.keeper.pid not in (0, pid))

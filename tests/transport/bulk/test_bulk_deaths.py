@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.bulk.bulk_host import BulkHost, deadline, stripe_of, tcp_pair
+from support.processes.stopping import stop
 
 from zbmd.transport.bulk.events import BulkLimits
 from zbmd.transport.bulk.peer import BulkPeer
@@ -84,7 +85,7 @@ def test_a_receiver_that_is_killed_fails_the_puts_to_it(ends: Ends, fork: Fork) 
         source = np.ones(PUT_BYTES, np.uint8)
         region.put(source, channel=0, value=1)
         assert host.wait(1, 0, 1) == _native.WAIT_OK
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         puts: list[Transfer] = []
         for value in range(2, 40):
             puts.append(region.put(source, (value % ROWS) * PUT_BYTES, channel=0, value=value))
@@ -136,7 +137,7 @@ def test_a_server_that_is_killed_fails_the_gets_from_it(ends: Ends, fork: Fork) 
         into = np.zeros((40, PUT_BYTES), np.uint8)
         region.get(into[0]).wait(deadline())
         assert np.array_equal(into[0], np.arange(PUT_BYTES, dtype=np.uint8))
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         gets = [region.get(row) for row in into]
         with pytest.raises(DeadlineExceeded):
             gets[-1].wait(1)
@@ -153,7 +154,7 @@ def test_a_receiver_that_stops_for_a_while_loses_nothing(ends: Ends, fork: Fork)
         region = peer.open_region(ends.told())
         region.notify(0, 1)
         assert host.wait(1, 0, 1) == _native.WAIT_OK
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         data = [np.full(PUT_BYTES, row + 1, np.uint8) for row in range(ROWS)]
         puts = [region.put(src, i * PUT_BYTES, channel=0, value=i + 2) for i, src in enumerate(data)]
         with pytest.raises(DeadlineExceeded):  # many times as long as a host may be silent

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from programs import PROGRAMS
 from support.cluster.etcd_server import free_ports
+from support.processes.stopping import stop
 
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.training.run.ledger import LOG_NAME, read_log
@@ -62,7 +63,7 @@ def test_a_spare_that_is_killed_disturbs_nobody_and_one_that_does_not_answer_is_
         assert running.until(LOST)[0][2] == "killed (SIGKILL); another one is started"
         stuck = pid(running, WAITS, 2)
         assert " failed: " not in running.text
-        os.kill(stuck, signal.SIGSTOP)
+        stop(stuck)
         os.kill(pid(running, is_rank(1)), signal.SIGKILL)
         assert pid(running, is_rank(1), 2) != stuck
         running.until(r"entered [2-9] with 2")

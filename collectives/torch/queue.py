@@ -74,7 +74,9 @@ class Queue(Messages):
         """
         if CONTINUITY.is_usual:
             self.device_calls.raise_failure()
-        on = on or self.device_calls.of(reads, home, cut)
+        # A local one has a stream of its own: on that of the calls it would have the turn of one before it,
+        # which is queued, and for whose end this thread's stream waits.
+        on = on or self.device_calls.of(reads, home, cut, "calls" if CONTINUITY.is_usual else "local calls")
         if (
             on is None
             and call

@@ -203,7 +203,8 @@ class ReplicatedShares(Shares):
 
     def _hook(self, model: int, bucket: Any) -> Any:
         tensor = bucket.buffer()
-        buffer = TensorBuffer(tensor, numbers=True)
+        home = tensor.cpu()  # itself, unless it is on a device
+        buffer = TensorBuffer(home, numbers=True)
         partials = self._partials.setdefault((model, bucket.index()), [])
         partials += [np.empty_like(buffer.array) for _ in range(self._plan.buffers - len(partials))]
         leaf = self._plan.leaves[self.at]
@@ -213,7 +214,9 @@ class ReplicatedShares(Shares):
             sums = {node: partials[number] for node, number in self._plan.partials.items()}
             self._reduce(sums, buffer.array)
             buffer.bring_home()
-            tensor.div_(self.shares)
+            home.div_(self.shares)
+            if not tensor.is_cpu:
+                tensor.copy_(home)
         done = torch.futures.Future()
         done.set_result(tensor)
         return done

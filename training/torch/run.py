@@ -345,9 +345,8 @@ class Run:
         old = self._state.position
         self._is_step = then is None
         self._then = Position(old.step + 1, old.passes, old.at + 1) if then is None else then
-        self._committed = False
+        self._committed, self._steps_open = False, 0
         self._updated.clear()
-        self._steps_open = 0
         if not self._shares.at:
             self._means.clear()
             self._state.keep()
@@ -493,6 +492,7 @@ class Run:
                 raise CONTINUITY.broken
             self._slow.phase(spans.CHECKPOINT)
             self._staged()
+            state.settle()
             rows = self._vote(updates=updates)
             self._grows_after = self._meetings.epoch if votes.asked_in(rows) & votes.MEET else 0
             self._meetings.do(tx.AllVoted(ballots=tuple(votes.ballot_of(row) for row in rows)))

@@ -15,8 +15,9 @@ from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import votes
 from zbmd.training.torch.ddp import KeptBuckets, ReplicatedShares
+from zbmd.training.torch.durable.devices import LoopDevice
 from zbmd.training.torch.fsdp.gradients import ShardedShares
-from zbmd.training.torch.fsdp.modules import has_shards
+from zbmd.training.torch.fsdp.modules import has_shards, local_of
 from zbmd.training.torch.fsdp.shards import Shards
 from zbmd.training.torch.rollback import Boundary
 from zbmd.training.torch.shares import Shares
@@ -50,6 +51,14 @@ class LoopState:
                     "ZeroRedundancyOptimizer keeps a part of the moments on each rank, of which no other "
                     "has a copy: shard the model by fully_shard, whose shards a buddy keeps as well"
                 )
+        self.device = device_of(models, optimizers)
+        """Of what is not in host memory; None: all is."""
+        if self.device is not None and (mirror or has_shards(models)):
+            raise UserError(
+                "a model on a GPU that is sharded by fully_shard, or trained with mirror=True, is not "
+                "continued: its buddies would keep copies on their devices, which is not built; wrap it in "
+                "DistributedDataParallel, or leave the model on the CPU"
+            )
         self.models, self.optimizers = models, optimizers
         self.rank, self.ranks, self.seed = rank, ranks, seed
         self.boundary = Boundary(models, optimizers, others)
@@ -84,6 +93,11 @@ class LoopState:
             self.shards.go_back()
         # A model that has not made a whole step would make other calls than the others in its first one.
         self.rehearses = self.buckets.learn and not self.has_stepped
+
+    def settle(self) -> None:
+        """Before a vote: wait until the device has made the step. Raises what an operation failed with."""
+        if self.device is not None:
+            self.device.settle()
 
     def find_changed(self, exact: bool | int) -> None:
         """Before a vote: note which buffers the step has changed. Raises `UserError` if none may be."""
@@ -172,6 +186,12 @@ class LoopState:
         self.keep()
         self.go_back(carried.flags)
         self.keep()
+
+
+def device_of(models: Sequence[Any], optimizers: Sequence[Any]) -> LoopDevice | None:
+    """Return the device of a loop's tensors; None if all are in host memory. Raises `UserError`."""
+    updated = [each for one in optimizers for group in one.param_groups for each in group["params"]]
+    return LoopDevice.of(local_of(each) for each in [*(one for _, one in own_tensors(models)), *updated])
 
 
 def shares_of(state: LoopState, shares: int, *, exact: bool | int, shrinks: bool) -> Shares:

@@ -19,6 +19,7 @@ from zbmd.collectives.group.group import Group
 from zbmd.collectives.native._messages import Request
 from zbmd.collectives.torch.tensors import Array, bytes_over, tensor_text
 from zbmd.training.torch import points
+from zbmd.training.torch.durable.devices import own_device
 from zbmd.training.torch.encoding import decode, dtype_named, encode, name_of
 from zbmd.training.torch.rollback import Boundary, hyperparameters, load, restore_hyperparameters
 from zbmd.transport import kill_points as faults
@@ -31,13 +32,16 @@ TAG: Final = 0
 LABEL: Final = b"uint8[]"
 """Of each message between ranks of one host."""
 HEADER_BYTES_MAX: Final = 1 << 30
+COPIED_BYTES_MAX: Final = 256 << 20
+"""Of copies of a device's tensors on their way, beside the largest one."""
 
 
 class Shape(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor that follows."""
+    """A tensor that follows. on_device: whether it was on its rank's device, and is to be there again."""
 
     dtype: str
     shape: list[int]
+    on_device: bool = False
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
@@ -114,8 +118,7 @@ def rest_of(optimizers: Sequence[Any], boundary: Boundary, carried: Carried, *, 
 def send_tree(group: Group, to: int, state: Any, what: str, own: Sequence[tuple[str, Any]] = ()) -> None:
     """Send nested containers of tensors, after the tensors `own`. Raises as `Group.send` does."""
     tree, inner = encode(state, what)
-    shapes = [Shape(name_of(tensor.dtype), list(tensor.shape)) for tensor in inner]
-    header = msgspec.msgpack.encode(Header(tree, shapes, [described(name, one) for name, one in own]))
+    header = msgspec.msgpack.encode(Header(tree, shapes_of(inner), [described(*each) for each in own]))
     sending = _Sending(group, to)
     sending.send(np.array([len(header)], np.int64).view(np.uint8))
     sending.send(np.frombuffer(header, np.uint8).copy())
@@ -124,16 +127,27 @@ def send_tree(group: Group, to: int, state: Any, what: str, own: Sequence[tuple[
         if number == len(tensors) // 2:
             sending.finish()
             faults.hit(points.GIVE)
-        sending.send(bytes_over(tensor.detach().contiguous()))
+        if not tensor.is_cpu and sending.nbytes > COPIED_BYTES_MAX:
+            sending.finish()
+        sending.send(bytes_over(tensor.detach().cpu().contiguous()))
     sending.finish()
 
 
+def shapes_of(tensors: Sequence[Any]) -> list[Shape]:
+    """Return the description of tensors that follow."""
+    return [Shape(name_of(each.dtype), list(each.shape), not each.is_cpu) for each in tensors]
+
+
 class _Sending:
-    """Arrays of bytes on their way to rank `to`, all at once if it can read this rank's memory."""
+    """Arrays of bytes on their way to rank `to`, all at once if it can read this rank's memory.
+
+    nbytes: of those that are under way.
+    """
 
     def __init__(self, group: Group, to: int) -> None:
         self._group, self._to = group, to
         self._requests: list[Request] = []
+        self.nbytes = 0
 
     def send(self, data: Array) -> None:
         """Send an array, which must not change before `finish`. Raises as `Group.send` does."""
@@ -144,12 +158,14 @@ class _Sending:
             self._group.blocking.send(data, self._to, tag=TAG)
         else:
             self._requests.append(direct.send(data, self._to, TAG, LABEL, timeout_ns(None)))
+            self.nbytes += data.nbytes
 
     def finish(self) -> None:
         """Return once all of them have been received. Raises as `Group.send` does."""
         direct, requests = self._group.direct, self._requests
         while direct is not None and requests:
             direct.wait(requests.pop(0))
+        self.nbytes = 0
 
 
 def _receive(group: Group, source: int, into: Array) -> None:
@@ -197,19 +213,32 @@ def receive_tree(
     arrays = [bytes_over(tensor) for tensor in inner]
     with mapped_ahead(arrays):
         for _, tensor in own:
-            flat = tensor.detach().contiguous()
+            is_there = tensor.is_cpu and tensor.is_contiguous()
+            flat = tensor.detach() if is_there else torch.empty(tensor.shape, dtype=tensor.dtype)
             _receive(group, source, bytes_over(flat))
-            if flat.data_ptr() != tensor.data_ptr():
+            if not is_there:
                 with torch.no_grad():
                     tensor.detach().copy_(flat)
         for array in arrays:
             _receive(group, source, array)
-    return decode(header.tree, inner)
+    return decode(header.tree, placed_again(inner, header.tensors))
+
+
+def placed_again(tensors: Sequence[Any], shapes: Sequence[Shape]) -> list[Any]:
+    """Return tensors of the host, those on this rank's device that were on the sender's."""
+    return [
+        tensor.to(own_device()) if shape.on_device else tensor
+        for tensor, shape in zip(tensors, shapes, strict=True)
+    ]
 
 
 def _fitting(tensor: Any, shape: Shape) -> Any:
     """Return the tensor, or a new one if another is to be received."""
-    fits = tensor.is_contiguous() and (name_of(tensor.dtype), [*tensor.shape]) == (shape.dtype, shape.shape)
+    fits = (
+        tensor.is_cpu
+        and tensor.is_contiguous()
+        and (name_of(tensor.dtype), [*tensor.shape]) == (shape.dtype, shape.shape)
+    )
     return tensor.detach() if fits else empty(shape)
 
 

@@ -85,9 +85,13 @@ class Companions:
         """Return the backend of a type of device; None if it is ours. Raises why it was aborted."""
         if device not in self.wanted:
             return None
+        self.require_whole()
+        return self._backends.get(device)
+
+    def require_whole(self) -> None:
+        """Raise why they were aborted, if they were: operations of theirs may have ended without results."""
         if self._machine.error is not None:
             raise self._machine.error
-        return self._backends.get(device)
 
     def _handle(self, event: Event, make: Callable[[], None] = lambda: None) -> None:
         with self._lock:

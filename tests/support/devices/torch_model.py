@@ -73,6 +73,8 @@ class ModelTensor(torch.Tensor):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device", KIND)).type == "cpu":
             return _to_host(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], ModelTensor):
+            return args[0].copy_(_to_host(args[1]))
         if func is torch.ops.aten.equal.default:
             return torch.equal(*(_to_host(each) for each in args))
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -202,11 +204,27 @@ class ModelDevices:
 
 
 DEVICES = ModelDevices()
+_FACTORIES: Any = torch.library.Library("aten", "IMPL")
+
+
+def _empty(size: Any, *, dtype: Any = None, **_: Any) -> ModelTensor:
+    """Return memory on the device, as C++ asks for it: the buckets of DDP."""
+    return _made(torch.empty(size, dtype=dtype, device="meta"))
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> ModelTensor:
+    return _made(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+
+
+def _made(meta: Any) -> ModelTensor:
+    return ModelTensor(meta, Memory(_nbytes(meta)))
 
 
 def install(seed: int) -> ModelDevices:
     """Have this process compute on a modelled device, whose order of streams the seed draws."""
     backends._setup_privateuseone_for_python_backend(KIND)
+    for name, made in (("empty.memory_format", _empty), ("empty_strided", _empty_strided)):
+        _FACTORIES.impl(name, made, "PrivateUse1")
     DEVICES.process = ModelHost(devices=1, seed=seed, shares=True, load_kernel=load_kernel).process()
     SEAM.devices = DEVICES
     return DEVICES
@@ -214,9 +232,7 @@ def install(seed: int) -> ModelDevices:
 
 def put(host: Any) -> Any:
     """Return a copy on the device, contiguous or not as it is there; the current stream makes it."""
-    meta = host.to("meta").as_strided(host.shape, host.stride())
-    made = ModelTensor(meta, Memory(_nbytes(meta)))
-    return made.copy_(host)
+    return _made(host.to("meta").as_strided(host.shape, host.stride())).copy_(host)
 
 
 def get(tensor: Any) -> Any:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from support.processes.launcher import Launcher, Running
 
 DDP, FSDP = PROGRAMS / "training/resilient_ddp.py", PROGRAMS / "torch/resilient_fsdp.py"
+DEVICES = PROGRAMS / "torch/devices/resilient.py"
 RANKS = 2
 
 

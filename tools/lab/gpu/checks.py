@@ -38,6 +38,7 @@ from zbmd.transport.cuda.array import DeviceHandle, DeviceSpan, decode_handle, e
 from zbmd.transport.cuda.peer import CudaPeer
 from zbmd.transport.cuda.region import CudaRegion, DeviceExports
 from zbmd.transport.cuda.runtime import CudaRuntime, visible_devices
+from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.devices import read_rdma_devices
 from zbmd.transport.memory.segment import PeerSegment, Segment
 from zbmd.transport.native._native import WAIT_OK, address_of, now_ns
@@ -109,6 +110,18 @@ def run_torch(what: str, gpus: int, ranks: int = RANKS, **environment: str) -> s
     )
     reports = asyncio.run(run_ranks(config))
     return str(next(report["told"] for report in reports if "told" in report))
+
+
+def resilient(gpus: int) -> str:
+    """Kill a rank of a resilient loop on so many GPUs. Raises `UserError` if it ends with other bits."""
+    workspace = ":4096:8"  # for PyTorch's deterministic algorithms
+    calm, killed = (
+        run_torch("resilient", gpus, CUBLAS_WORKSPACE_CONFIG=workspace, ZBMD_FAULT=fault)
+        for fault in ("", "rank1:loop.prepared:9")
+    )
+    if calm != killed:
+        raise UserError(f"undisturbed {calm}, and with a rank killed {killed}: expected the same bits")
+    return f"{calm}, also with a rank killed"
 
 
 OWN_SLOT, PEER_SLOT = 1, 2
@@ -386,6 +399,17 @@ _OF_TORCH: Final = (
             ("overlap", "time an all-reduce of 64 MiB and matrix products, alone and at once"),
         )
         for _, where, needs in _PEERS
+    ),
+    *(
+        (
+            "resilient",
+            f", {where}",
+            needs.gpus,
+            "kill a rank of a DDP loop, which ends with the same bits",
+            run,
+        )
+        for _, where, needs in _PEERS
+        for run in [partial(resilient, needs.gpus)]
     ),
     (
         "streams",

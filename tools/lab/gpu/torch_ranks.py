@@ -1,12 +1,15 @@
 """The ranks of `lab.gpu`'s checks of PyTorch: the backend `zbmd` with CUDA tensors, and NCCL beside it.
 
-    zbmd-node run --nproc-per-node 2 zbmd/tools/lab/gpu/torch_ranks.py operations|streams|kill|overlap|nccl
+    zbmd-node run --nproc-per-node 2 zbmd/tools/lab/gpu/torch_ranks.py WHAT
+
+WHAT: operations, streams, kill, overlap, nccl or resilient.
 
 Rank r computes on GPU r modulo those that are visible. Rank 0 prints what came of it as a line of JSON.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -17,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import zbmd.torch
 from zbmd.tools.lab.gpu.torch_operations import compare
 from zbmd.transport.errors import PeerLost
 
@@ -27,6 +31,7 @@ LARGE: Final = 3_000_017
 TIMED_BYTES: Final = 64 << 20
 ROUNDS: Final = 10
 WIDTH: Final = 4096
+RESILIENT_STEPS: Final = 20
 FIRST: Final = os.environ.get("ZBMD_INCARNATION", "1") == "1"
 
 
@@ -182,6 +187,27 @@ def nccl() -> str:
         return f"{n} ranks, {lost} losses: NCCL was aborted and made again"
 
 
+def resilient() -> str:
+    """Train a resilient DDP loop, with ZBMD_FAULT as `checks.resilient` sets it; return what it ends with."""
+    dist.init_process_group("zbmd")
+    there = device()
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(512, 512)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).to(there))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    rows = torch.randn(RESILIENT_STEPS * 16, 512, generator=torch.Generator().manual_seed(dist.get_rank()))
+    run = zbmd.torch.resilient(model, optimizer)
+    for x in run.batches(torch.utils.data.DataLoader(rows, 16)):
+        with run.step():
+            optimizer.zero_grad()
+            (model(x.to(there)) - 1).square().mean().backward()
+            optimizer.step()
+    state = [*model.parameters(), *(each["exp_avg_sq"] for each in optimizer.state.values())]
+    found = hashlib.sha256(b"".join(each.detach().cpu().numpy().tobytes() for each in state))
+    return f"{run.steps} steps end with {found.hexdigest()[:16]}"
+
+
 def _is_refused(x: Any) -> bool:
     try:
         dist.all_reduce(x)
@@ -211,7 +237,7 @@ def _require(holds: bool, what: str) -> None:
 def main(what: str) -> None:
     """One rank."""
     rank = int(os.environ["RANK"])
-    told = {each.__name__: each for each in (operations, streams, kill, overlap, nccl)}[what]()
+    told = {each.__name__: each for each in (operations, streams, kill, overlap, nccl, resilient)}[what]()
     if rank == 0:
         print(json.dumps({"told": told}), flush=True)
     if dist.is_initialized():

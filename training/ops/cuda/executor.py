@@ -129,11 +129,15 @@ class Downloads:
 
     def copy(self, array: DeviceArray, into: npt.NDArray[Any]) -> None:
         """Copy, and return once it is done; no other stream waits."""
+        assert into.flags.c_contiguous and into.nbytes == array.nbytes
+        self.copy_from(array.address, into)
+
+    def copy_from(self, address: int, into: npt.NDArray[Any]) -> None:
+        """As `copy`, of what lies at an address of the device."""
         data, api, waiting = into.reshape(-1).view(np.uint8), self._api, list[tuple[_Piece, Any]]()
-        assert into.flags.c_contiguous and data.nbytes == array.nbytes
         for start in range(0, data.nbytes, PIECE_BYTES):
             piece, part = self._pieces.take(), data[start : start + PIECE_BYTES]
-            api.memcpy_async(piece.address, array.address + start, len(part), self._stream)
+            api.memcpy_async(piece.address, address + start, len(part), self._stream)
             api.event_record(piece.event, self._stream)
             waiting.append((piece, part))
             if len(waiting) == PIECES:

@@ -45,21 +45,23 @@ from zbmd.training.redundancy.stamped import (
     StateName,
 )
 from zbmd.training.torch import points
-from zbmd.training.torch.encoding import decode, encode, name_of
+from zbmd.training.torch.durable.devices import LoopDevice, address_of
+from zbmd.training.torch.encoding import decode, encode
 from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp.division import Held, Report, absent_in_words, keeps_ward, newest_held
 from zbmd.training.torch.fsdp.modules import local_of
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import (
     Header,
-    Shape,
     aligned,
     decode_header,
     described,
     empty,
     loaded,
+    placed_again,
     require_same,
     rest_of,
+    shapes_of,
     tensor_at,
 )
 from zbmd.training.torch.votes import without_wishes
@@ -91,8 +93,10 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class _Prepared:
     """A state to be copied: where each piece of memory goes, in order, and the bytes of all."""
 
-    pieces: list[tuple[int, Bytes]]
+    pieces: list[tuple[int, Any]]
     nbytes: int
+    device: LoopDevice | None
+    """That of the pieces that are tensors, and not bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ class LoopMemory:
                 came, at = tensor_at(memory, at, into)
                 into.detach().copy_(came)
                 inner.append(into)
-        kept = decode(header.tree, inner[len(header.own) :])
+        kept = decode(header.tree, placed_again(inner[len(header.own) :], header.tensors))
         carried = loaded(kept["rest"], state.optimizers, state.boundary)
         if state.shards is not None:
             state.shards.recall(held, kept["shard"], kept["ward"])
@@ -317,18 +321,21 @@ def _prepared(state: LoopState, version: int, ward: Any) -> _Prepared:
     rest = rest_of(state.optimizers, state.boundary, state.carried(version), moments=shards is None)
     tree = {"rest": rest, "shard": None if shards is None else shards.state(), "ward": ward}
     data, inner = encode(tree, "the state of a loop")
-    shapes = [Shape(name_of(tensor.dtype), list(tensor.shape)) for tensor in inner]
-    header = msgspec.msgpack.encode(Header(data, shapes, [described(*each) for each in state.tensors]))
+    header = msgspec.msgpack.encode(
+        Header(data, shapes_of(inner), [described(*each) for each in state.tensors])
+    )
     head = np.frombuffer(_LENGTH.pack(len(header)) + header, np.uint8)
-    pieces, at, settled = [(0, head)], head.size, _settled(state, ward)
+    pieces, at, settled = list[tuple[int, Any]]([(0, head)]), head.size, _settled(state, ward)
     for tensor in [*(each for _, each in state.tensors), *inner]:
-        whole = tensor.detach().cpu().contiguous()
-        if whole.data_ptr() == tensor.data_ptr() and whole.data_ptr() not in settled:
+        whole = tensor.detach().contiguous()
+        if tensor.is_contiguous() and tensor.numel() and address_of(tensor) not in settled:
             whole = whole.clone()
         at = aligned(at)
-        pieces.append((at, bytes_over(whole)))
-        at += pieces[-1][1].size
-    return _Prepared(pieces, at)
+        pieces.append((at, bytes_over(whole) if whole.is_cpu else whole))
+        at += whole.numel() * whole.element_size()
+    if state.device is not None:
+        state.device.follow()
+    return _Prepared(pieces, at, state.device)
 
 
 def _settled(state: LoopState, ward: Any) -> set[int]:
@@ -341,7 +348,7 @@ def _settled(state: LoopState, ward: Any) -> set[int]:
         parameters += ward["parameters"]
         moments += [value for values in ward["moments"] for value in values.values()]
     tensors = (local_of(each) for each in (*parameters, *moments) if isinstance(each, torch.Tensor))
-    return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+    return {address_of(tensor) for tensor in tensors if tensor.numel()}
 
 
 def _copied(prepared: _Prepared, slot: Array) -> int:
@@ -349,11 +356,15 @@ def _copied(prepared: _Prepared, slot: Array) -> int:
     flat, digest, at = slot.view(np.uint8), xxhash.xxh3_64(), 0
     for begin, source in prepared.pieces:
         digest.update(flat[at:begin].data)
+        at = begin + source.nbytes
+        if isinstance(source, torch.Tensor) and prepared.device is not None:
+            prepared.device.copy(source, flat[begin:at])
+            digest.update(flat[begin:at].data)
+            continue
         for first in range(0, source.size, PIECE_BYTES):
             piece = flat[begin + first : begin + min(first + PIECE_BYTES, source.size)]
             piece[:] = source[first : first + PIECE_BYTES]
             digest.update(piece.data)
-        at = begin + source.size
     digest.update(flat[at:].data)
     return digest.intdigest()
 

@@ -287,10 +287,20 @@ def _load_moments(
     saved: SavedState, optimizer: Any, number: int, parts: Sequence[Part], moments: Sequence[Any]
 ) -> None:
     optimizer.state.clear()
+    on_device = {
+        id(each)
+        for group in optimizer.param_groups
+        if group.get("capturable") or group.get("fused")  # then the count of steps is on the device, too
+        for each in group["params"]
+    }
     for part, (like, others) in zip(parts, moments, strict=True):
-        values = dict(others)
+        where = local_of(part.tensor).device
+        values = {
+            name: each.to(where) if isinstance(each, torch.Tensor) and id(part.tensor) in on_device else each
+            for name, each in others.items()
+        }
         for name, dtype in like.items():
-            value = _read(saved, f"{number}.{name}", part, dtype_named(dtype))
+            value = _read(saved, f"{number}.{name}", part, dtype_named(dtype)).to(where)
             values[name] = placed(value, part.tensor)
         if values:
             optimizer.state[part.tensor] = values

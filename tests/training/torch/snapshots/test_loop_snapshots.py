@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.jobs.held_loops import (
     DDP,
+    DEVICES,
     FSDP,
     RANKS,
     check_bits,
@@ -69,6 +70,20 @@ async def test_shards_of_one_step_are_found_although_a_copy_of_the_next_is_torn(
     assert "resumed step 3 from the memory of rank 0, 1" in text, text
     check_bits(launcher, FSDP, text)
     assert audit_run(out).is_whole
+
+
+async def test_a_state_on_devices_is_copied_beside_the_next_step(launcher: Launcher) -> None:
+    """The device would raise if a step wrote what is being copied."""
+    out, fault = launcher.directory / "run", "rank0:loop.prepared:6,rank1:loop.prepared:6"
+    with started(launcher, *command(DEVICES), **variables(fault, out)) as running:
+        await asyncio.to_thread(running.until, r"rank \d stands", RANKS)
+        await whole_at(5, {0})
+        kill_all(running)
+        end_of(running, -signal.SIGKILL)
+    with started(launcher, *command(DEVICES), **variables(out=out)) as again:
+        text = end_of(again)
+    assert "resumed step 5 from the memory of rank 0" in text, text
+    check_bits(launcher, DEVICES, text)
 
 
 async def test_all_ranks_are_killed_at_once_and_their_launcher_lives(launcher: Launcher) -> None:

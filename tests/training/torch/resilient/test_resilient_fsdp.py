@@ -23,7 +23,7 @@ from zbmd.training.torch.transaction import DIGEST_EVERY
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 
-PROGRAM = Path(__file__).parents[2] / "programs" / "torch" / "resilient_fsdp.py"
+PROGRAM = Path(__file__).parents[3] / "programs" / "torch" / "resilient_fsdp.py"
 MIRRORED = PROGRAM.with_name("mirrored.py")
 STEPS = 8
 

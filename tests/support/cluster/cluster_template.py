@@ -3,7 +3,7 @@
 Requests come over the unix socket whose descriptor is its argument, one a packet: JSON of `argv`,
 `environment` and `cwd`, with the descriptors of standard output and error. It says `{}` once it is ready,
 answers `{"pid": …}`, and `{"pid": …, "code": …}` at the end of one. With a third descriptor, a process has
-a session of its own, and its exit code goes there.
+a session of its own, and its exit code goes there; a fourth one is its standard input, which else is empty.
 
 A process shows the environment in /proc that its interpreter began with, a fork that of this one. So this one
 begins with a MARKER, and what it forks writes its own over that.
@@ -56,7 +56,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
                 os.write(ended, answer)
                 os.close(ended)
         if requests.fileno() in ready:
-            data, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, 3)
+            data, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, 4)
             if not data:
                 return None
             pid = os.fork()
@@ -64,7 +64,7 @@ def serve(requests: socket.socket) -> dict[str, Any] | None:
                 request: dict[str, Any] = json.loads(data)
                 become(request, requests, fds)
                 return request
-            for fd in fds[:2]:
+            for fd in (*fds[:2], *fds[3:]):
                 os.close(fd)
             children[os.pidfd_open(pid)] = pid, fds[2] if fds[2:] else None
             requests.send(json.dumps({"pid": pid}).encode())
@@ -75,6 +75,8 @@ def become(request: dict[str, Any], requests: socket.socket, fds: list[int]) -> 
         os.dup2(fd, place)
     if fds[2:]:
         os.setsid()
+    if fds[3:]:
+        os.dup2(fds[3], 0)
     if MARKER in request["environment"]:
         mark(request["environment"][MARKER])
     requests.detach()

@@ -25,19 +25,27 @@ READ_BYTES = 1 << 16
 class ForkedCommand:
     """One that runs in a session of its own, with the part of `subprocess.Popen` that is used here.
 
-    Its standard output and error are one stream.
+    Its standard output and error are one stream: a pipe, or a terminal, which is its standard input too.
     """
 
     def __init__(
-        self, template: socket.socket, argv: Sequence[str], environment: Mapping[str, str], cwd: Path
+        self,
+        template: socket.socket,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path,
+        *,
+        terminal: int | None = None,
     ) -> None:
-        (ours, theirs), (self._ended, ended) = os.pipe(), os.pipe()
+        self._ended, ended = os.pipe()
+        ours, theirs = os.pipe() if terminal is None else (None, os.dup(terminal))
+        streams = [theirs, theirs, ended, *([] if terminal is None else [theirs])]
         request = {"argv": argv, "environment": environment, "cwd": str(cwd)}
-        socket.send_fds(template, [json.dumps(request).encode()], [theirs, theirs, ended])
+        socket.send_fds(template, [json.dumps(request).encode()], streams)
         self.pid = _answer(template)["pid"]
         for fd in (theirs, ended):
             os.close(fd)
-        self.stdout = os.fdopen(ours, "rb", buffering=0)
+        self.stdout = None if ours is None else os.fdopen(ours, "rb", buffering=0)
         self.returncode: int | None = None
 
     def __enter__(self) -> Self:
@@ -46,7 +54,8 @@ class ForkedCommand:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stdout.close()
+        if self.stdout is not None:
+            self.stdout.close()
         self.wait()
         os.close(self._ended)
 

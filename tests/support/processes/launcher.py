@@ -199,21 +199,26 @@ class Launcher:
         self.assert_nothing_left(marker, str(ended))
         return ended
 
+    def forked(
+        self, arguments: Sequence[str], marker: str, terminal: int | None = None, **variables: str
+    ) -> ForkedCommand:
+        """Return the command that bears the marker, as a fork of the template."""
+        environment = self.command(arguments, marker)[1] | variables
+        return ForkedCommand(self._template, arguments, environment, self.directory, terminal=terminal)
+
     @contextmanager
     def session(
-        self, *arguments: str, spares: str = "", forked: bool = False, **variables: str
+        self, *arguments: str, spares: str = "", fresh: bool = False, **variables: str
     ) -> Generator[Running]:
         """Start the command in a session of its own, as a terminal would; kill what is left of it at the end.
 
-        spares: the name of a process that may live on; forked: the command is a fork of the template, and
-        not a new interpreter, whose imports take longer than a small job.
+        spares: the name of a process that may live on; fresh: the command is a new interpreter, whose imports
+        take longer than a small job, and no fork of the template.
         """
         marker = uuid.uuid4().hex
         command, environment = self.command(arguments, marker)
         with (
-            ForkedCommand(self._template, arguments, {**environment, **variables}, self.directory)
-            if forked
-            else subprocess.Popen(
+            subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -222,6 +227,8 @@ class Launcher:
                 cwd=self.directory,
                 start_new_session=True,
             )
+            if fresh
+            else self.forked(arguments, marker, **variables)
         ) as process:
             running = Running(process, marker)
             try:
@@ -230,9 +237,9 @@ class Launcher:
                 kill_marked(marker, spares)
 
     @contextmanager
-    def start(self, *arguments: str, forked: bool = False, **variables: str) -> Generator[Running]:
+    def start(self, *arguments: str, fresh: bool = False, **variables: str) -> Generator[Running]:
         """Start the command as `session` does; it has to end by itself, and to leave nothing behind."""
-        with self.session(*arguments, forked=forked, **variables) as running:
+        with self.session(*arguments, fresh=fresh, **variables) as running:
             yield running
             running.end()
             self.assert_nothing_left(running.marker, running.text)

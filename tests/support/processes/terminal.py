@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import select
-import subprocess
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,7 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.processes.launcher import kill_marked
+
 if TYPE_CHECKING:
+    from support.processes.forked_command import ForkedCommand
     from support.processes.launcher import Launcher
 
 LIMIT_S = 180.0
@@ -22,7 +24,7 @@ LIMIT_S = 180.0
 class Terminal:
     """The user's end of a terminal."""
 
-    def __init__(self, fd: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, fd: int, process: ForkedCommand) -> None:
         self._fd = fd
         self._process = process
         self._data = b""
@@ -63,17 +65,9 @@ class Terminal:
 def on_terminal(launcher: Launcher, *arguments: str, **variables: str) -> Generator[Terminal]:
     """Start `zbmd-node` on a terminal of its own; it has to end by itself."""
     marker = uuid.uuid4().hex
-    command, environment = launcher.command(arguments, marker)
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        command,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=launcher.directory,
-        env={**environment, "TERM": "xterm", "COLUMNS": "100", **variables},
-        start_new_session=True,
-    ) as process:
+    sizes = {"TERM": "xterm", "COLUMNS": "100", **variables}
+    with launcher.forked(arguments, marker, theirs, **sizes) as process:
         os.close(theirs)
         try:
             terminal = Terminal(ours, process)
@@ -81,5 +75,5 @@ def on_terminal(launcher: Launcher, *arguments: str, **variables: str) -> Genera
             terminal.end()
             launcher.assert_nothing_left(marker, terminal.text)
         finally:
-            process.kill()
+            kill_marked(marker)
             os.close(ours)

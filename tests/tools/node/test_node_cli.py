@@ -175,26 +175,21 @@ def start(environment: dict[str, str], tmp_path: Path) -> Start:
     return run
 
 
-async def run_to_end(start: Start, *arguments: str, **variables: str) -> tuple[int, Run]:
-    async with start(*arguments, **variables) as run:
-        return await run.ended(), run
-
-
 # Running.
 
 
-async def test_every_rank_joins_and_sees_every_other(start: Start) -> None:
-    code, run = await run_to_end(start, "run", "-n", "3", JOINS, "ends")
-    assert code == 0, run.all_output
-    assert sorted(run.lines) == [
+def test_every_rank_joins_and_sees_every_other(launcher: Launcher) -> None:
+    ended = launcher.run("run", "-n", "3", JOINS, "ends")
+    assert ended.code == 0, ended
+    assert sorted(ended.out) == [
         "[rank0]: joined 1 epoch 1 with 1 2",
         "[rank1]: joined 1 epoch 1 with 0 2",
         "[rank2]: joined 1 epoch 1 with 0 1",
     ]
-    assert not after_threads(run.errors)
+    assert not after_threads(ended.errors)
 
 
-async def test_what_launchers_set_is_set(start: Start, plain: Callable[[str], str]) -> None:
+def test_what_launchers_set_is_set(launcher: Launcher, plain: Callable[[str], str]) -> None:
     path = plain(
         """
         import os, sys
@@ -202,38 +197,38 @@ async def test_what_launchers_set_is_set(start: Start, plain: Callable[[str], st
         print(*(os.environ[n] for n in names), *sys.argv[1:], __name__)
         """
     )
-    code, run = await run_to_end(
-        start, "run", "--nproc_per_node", "2", "--data", path, path, "--lr", "1", OPENBLAS_NUM_THREADS="2"
+    ended = launcher.run(
+        "run", "--nproc_per_node", "2", "--data", path, path, "--lr", "1", OPENBLAS_NUM_THREADS="2"
     )
-    assert code == 0, run.all_output
-    assert sorted(run.lines) == [f"[rank{r}]: {r} {r} 2 2 {path} 2 --lr 1 __main__" for r in range(2)]
+    assert ended.code == 0, ended
+    assert sorted(ended.out) == [f"[rank{r}]: {r} {r} 2 2 {path} 2 --lr 1 __main__" for r in range(2)]
 
 
-async def test_a_module_runs_like_a_script(start: Start, tmp_path: Path) -> None:
+def test_a_module_runs_like_a_script(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "job.py").write_text("import sys; print(__package__, sys.argv[1:])")
-    code, run = await run_to_end(start, "run", "-n", "1", "-m", "package.job", "-x")
-    assert (code, run.lines) == (0, ["[rank0]: package ['-x']"]), run.all_output
+    ended = launcher.run("run", "-n", "1", "-m", "package.job", "-x")
+    assert (ended.code, ended.out) == (0, ["[rank0]: package ['-x']"]), ended
 
 
-async def test_modules_are_imported_before_the_forks(start: Start, plain: Callable[[str], str]) -> None:
+def test_modules_are_imported_before_the_forks(launcher: Launcher, plain: Callable[[str], str]) -> None:
     path = plain("import sys; print(*(name in sys.modules for name in ('wave', 'xml.dom', 'turtle')))")
-    code, run = await run_to_end(start, "run", "-n", "2", "--preload", "wave, xml.dom", path)
-    assert (code, sorted(run.lines)) == (0, [f"[rank{r}]: True True False" for r in (0, 1)]), run.all_output
+    ended = launcher.run("run", "-n", "2", "--preload", "wave, xml.dom", path)
+    assert (ended.code, sorted(ended.out)) == (0, [f"[rank{r}]: True True False" for r in (0, 1)]), ended
 
 
-async def test_no_line_is_lost_torn_or_mixed(start: Start) -> None:
-    code, run = await run_to_end(start, "run", "-n", "2", str(PROGRAMS / "launched" / "many_lines.py"))
-    assert code == 0, run.all_output[-2000:]
+def test_no_line_is_lost_torn_or_mixed(launcher: Launcher) -> None:
+    ended = launcher.run("run", "-n", "2", str(PROGRAMS / "launched" / "many_lines.py"))
+    assert ended.code == 0, str(ended)[-2000:]
     for rank in ("0", "1"):
-        mine = [line for line in run.lines if line.startswith(f"[rank{rank}]: ")]
+        mine = [line for line in ended.out if line.startswith(f"[rank{rank}]: ")]
         assert mine == [f"[rank{rank}]: {rank * 80} {i}" for i in range(3000)]
-    assert sorted(after_threads(run.errors)) == [f"[rank{r}]: no newline at the end" for r in (0, 1)]
+    assert sorted(after_threads(ended.errors)) == [f"[rank{r}]: no newline at the end" for r in (0, 1)]
 
 
-async def test_the_json_log_has_rank_and_time(start: Start, tmp_path: Path) -> None:
-    code, run = await run_to_end(start, "run", "-n", "2", "--log-dir", str(tmp_path / "logs"), JOINS, "logs")
-    assert code == 0, run.all_output
+def test_the_json_log_has_rank_and_time(launcher: Launcher, tmp_path: Path) -> None:
+    ended = launcher.run("run", "-n", "2", "--log-dir", str(tmp_path / "logs"), JOINS, "logs")
+    assert ended.code == 0, ended
     for rank in (0, 1):
         (line,) = (tmp_path / "logs" / f"rank{rank}.jsonl").read_text().splitlines()
         event = json.loads(line)
@@ -253,13 +248,13 @@ async def test_the_json_log_has_rank_and_time(start: Start, tmp_path: Path) -> N
 # Loss.
 
 
-async def test_a_killed_rank_is_replaced_and_the_view_grows(start: Start) -> None:
-    code, run = await run_to_end(start, "run", "-n", "3", JOINS, "loses_rank_1_once")
-    assert code == 0, run.all_output
-    assert "[rank1]: joined 2 epoch 2 with 0 2" in run.lines
+def test_a_killed_rank_is_replaced_and_the_view_grows(launcher: Launcher) -> None:
+    ended = launcher.run("run", "-n", "3", JOINS, "loses_rank_1_once")
+    assert ended.code == 0, ended
+    assert "[rank1]: joined 2 epoch 2 with 0 2" in ended.out
     for rank in (0, 2):
-        assert f"[rank{rank}]: entered 2 [1, 2, 1] 2" in run.lines
-    failed, together = (line for line in run.errors if line.startswith("[zbmd]"))
+        assert f"[rank{rank}]: entered 2 [1, 2, 1] 2" in ended.out
+    failed, together = (line for line in ended.errors if line.startswith("[zbmd]"))
     assert re.search(r"rank 1 \(pid \d+, incarnation 1\) failed: killed \(SIGKILL\); its replacement", failed)
     assert "rank 1 was killed (SIGKILL); 3 ranks together again (epoch 2)" in together
 
@@ -277,11 +272,11 @@ async def test_ranks_killed_from_outside_at_once_cost_one_view(start: Start) -> 
     assert sorted(entered) == ["[rank0]: entered 2", "[rank2]: entered 2"], run.all_output
 
 
-async def test_shrink_goes_on_over_those_left(start: Start) -> None:
-    code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "shrink", JOINS, "loses_rank_2")
-    assert code == 0, run.all_output
-    assert "[rank0]: entered 2 (0, 1) (2,) [1]" in run.lines
-    assert "[rank1]: entered 2 (0, 1) (2,) [0]" in run.lines
+def test_shrink_goes_on_over_those_left(launcher: Launcher) -> None:
+    ended = launcher.run("run", "-n", "3", "--on-loss", "shrink", JOINS, "loses_rank_2")
+    assert ended.code == 0, ended
+    assert "[rank0]: entered 2 (0, 1) (2,) [1]" in ended.out
+    assert "[rank1]: entered 2 (0, 1) (2,) [0]" in ended.out
 
 
 async def test_progress_and_what_a_loss_cost_are_told(start: Start) -> None:
@@ -295,38 +290,40 @@ async def test_progress_and_what_a_loss_cost_are_told(start: Start) -> None:
     assert any(line.startswith("step 5 loss 2.25 mem") for line in run.errors)
 
 
-async def test_more_restarts_than_allowed_end_the_run_in_clear_words(start: Start) -> None:
-    code, run = await run_to_end(start, "run", "-n", "2", "--max-restarts", "2", JOINS, "loses_rank_1_always")
-    assert code == 75
-    assert "the run failed: more than 2 restarts within 60 s; the last: rank1 failed" in run.errors[-1]
-    assert "The first failure was rank 1's: killed (SIGKILL)" in run.errors[-1]
+def test_more_restarts_than_allowed_end_the_run_in_clear_words(launcher: Launcher) -> None:
+    ended = launcher.run("run", "-n", "2", "--max-restarts", "2", JOINS, "loses_rank_1_always")
+    assert ended.code == 75
+    assert "the run failed: more than 2 restarts within 60 s; the last: rank1 failed" in ended.errors[-1]
+    assert "The first failure was rank 1's: killed (SIGKILL)" in ended.errors[-1]
 
 
-async def test_a_script_that_raises_on_one_rank_ends_the_run(start: Start) -> None:
-    code, run = await run_to_end(start, "run", "-n", "3", "--on-loss", "stop", JOINS, "raises_on_rank_1")
-    assert code == 1
-    (told,) = (line for line in run.errors if line.startswith("[zbmd]"))
-    assert told == run.errors[-1]
+def test_a_script_that_raises_on_one_rank_ends_the_run(launcher: Launcher) -> None:
+    ended = launcher.run("run", "-n", "3", "--on-loss", "stop", JOINS, "raises_on_rank_1")
+    assert ended.code == 1
+    (told,) = (line for line in ended.errors if line.startswith("[zbmd]"))
+    assert told == ended.errors[-1]
     assert "rank 1's: exit code 1: RuntimeError: the reason. Its traceback is above" in told
-    assert not any("template.py" in line or "runpy" in line for line in run.errors), "only the user's frames"
+    assert not any("template.py" in line or "runpy" in line for line in ended.errors), (
+        "only the user's frames"
+    )
 
 
-async def test_a_script_that_fails_before_joining_is_not_tried_again(
-    start: Start, plain: Callable[[str], str]
+def test_a_script_that_fails_before_joining_is_not_tried_again(
+    launcher: Launcher, plain: Callable[[str], str]
 ) -> None:
-    code, run = await run_to_end(start, "run", "-n", "1", plain("import no_such_module"))
-    assert code == 1
-    assert "rank0 failed before it joined: exit code 1" in run.errors[-1]
-    assert sum("Traceback" in line and line.startswith("[rank0]") for line in run.errors) == 1
+    ended = launcher.run("run", "-n", "1", plain("import no_such_module"))
+    assert ended.code == 1
+    assert "rank0 failed before it joined: exit code 1" in ended.errors[-1]
+    assert sum("Traceback" in line and line.startswith("[rank0]") for line in ended.errors) == 1
 
 
-async def test_a_users_mistake_found_by_the_script_is_one_paragraph(
-    start: Start, plain: Callable[[str], str]
+def test_a_users_mistake_found_by_the_script_is_one_paragraph(
+    launcher: Launcher, plain: Callable[[str], str]
 ) -> None:
     path = plain("from zbmd.transport.errors import UserError\nraise UserError('no corpus there. Give one.')")
-    code, run = await run_to_end(start, "run", "-n", "1", path)
-    assert code == 2
-    (told,) = after_threads(run.errors)
+    ended = launcher.run("run", "-n", "1", path)
+    assert ended.code == 2
+    (told,) = after_threads(ended.errors)
     assert told == "[zbmd]: rank 0 cannot go on, and so the run ends: no corpus there. Give one."
 
 
@@ -412,22 +409,22 @@ async def test_killing_the_template_ends_the_run_in_clear_words(start: Start) ->
     assert "the run failed: the template process was killed by signal 9" in run.all_output
 
 
-async def test_what_a_rank_started_ends_with_it(start: Start) -> None:
+def test_what_a_rank_started_ends_with_it(launcher: Launcher) -> None:
     path = str(PROGRAMS / "launched" / "leaves_a_child.py")
-    code, run = await run_to_end(start, "run", "-n", "1", path)
-    assert (code, run.lines) == (0, ["[rank0]: done"]), run.all_output
+    ended = launcher.run("run", "-n", "1", path)
+    assert (ended.code, ended.out) == (0, ["[rank0]: done"]), ended
 
 
 # Status.
 
 
-async def test_status_shows_nodes_ranks_and_actors(start: Start, environment: dict[str, str]) -> None:
+async def test_status_shows_nodes_ranks_and_actors(start: Start, launcher: Launcher) -> None:
     async with start("run", "-n", "2", JOINS, "has_an_actor") as run:
         ready = await run.until(r"rank(\d)\]: ready (\S+) (\d+)", 2)
         pids = {int(m[1]): int(m[3]) for m in ready}
-        code, status = await run_to_end(start, "status", "--json")
-        assert code == 0, status.all_output
-        nodes = json.loads(status.lines[0])["nodes"]
+        status = launcher.run("status", "--json")
+        assert status.code == 0, status
+        nodes = json.loads(status.out[0])["nodes"]
         (node,) = (n for n in nodes if n["address"] == ready[0][2])
         assert node["epoch"] == 1
         assert node["restarts"] == 0
@@ -438,34 +435,30 @@ async def test_status_shows_nodes_ranks_and_actors(start: Start, environment: di
             assert rank["incarnation"] == 1
             assert rank["memory_bytes"] > 1 << 20
             assert rank["actors"] == ["directory", "member", "inside", "code", "counter"]
-        code, table = await run_to_end(start, "status", COLUMNS="200")
-        assert code == 0
-        assert any(str(pids[1]) in line and "joined" in line for line in table.lines)
+        table = launcher.run("status", COLUMNS="200")
+        assert table.code == 0, table
+        assert any(str(pids[1]) in line and "joined" in line for line in table.out)
 
 
 # Settings and bad input.
 
 
-async def test_show_config_merges_by_precedence(start: Start, tmp_path: Path) -> None:
+def test_show_config_merges_by_precedence(launcher: Launcher, tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text('on-loss = "shrink"\nmax_restarts = 7\nnproc_per_node = 5\n')
-    code, run = await run_to_end(
-        start, "run", "-n", "2", "--config", str(config), "--show-config", ZBMD_MAX_RESTARTS="9"
-    )
-    assert code == 0, run.all_output
-    assert "nproc_per_node = 2  # --nproc-per-node" in run.lines
-    assert "max_restarts = 9  # ZBMD_MAX_RESTARTS" in run.lines
-    assert f'on_loss = "shrink"  # {config}' in run.lines
-    assert 'restart_window = "60s"  # default' in run.lines
-    assert 'recovery_budget = "1s"  # default' in run.lines
+    ended = launcher.run("run", "-n", "2", "--config", str(config), "--show-config", ZBMD_MAX_RESTARTS="9")
+    assert ended.code == 0, ended
+    assert "nproc_per_node = 2  # --nproc-per-node" in ended.out
+    assert "max_restarts = 9  # ZBMD_MAX_RESTARTS" in ended.out
+    assert f'on_loss = "shrink"  # {config}' in ended.out
+    assert 'restart_window = "60s"  # default' in ended.out
+    assert 'recovery_budget = "1s"  # default' in ended.out
 
 
-async def test_the_recovery_budget_reaches_the_ranks(start: Start) -> None:
-    code, run = await run_to_end(
-        start, "run", "-n", "2", "--recovery-budget", "2500ms", JOINS, "prints_deadlines"
-    )
-    assert code == 0, run.all_output
-    assert sum("deadlines 2500000000 1000000000" in line for line in run.lines) == 2
+def test_the_recovery_budget_reaches_the_ranks(launcher: Launcher) -> None:
+    ended = launcher.run("run", "-n", "2", "--recovery-budget", "2500ms", JOINS, "prints_deadlines")
+    assert ended.code == 0, ended
+    assert sum("deadlines 2500000000 1000000000" in line for line in ended.out) == 2
 
 
 BAD_INPUT = [

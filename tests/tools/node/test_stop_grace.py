@@ -18,9 +18,7 @@ SAVES = str(PROGRAMS / "node" / "saves.py")
 
 
 def test_ranks_that_save_for_longer_than_the_budget_are_waited_for(launcher: Launcher) -> None:
-    with launcher.start(
-        "run", "-n", "2", "--recovery-budget", "500ms", SAVES, "slowly", forked=True
-    ) as running:
+    with launcher.start("run", "-n", "2", "--recovery-budget", "500ms", SAVES, "slowly") as running:
         running.until("ready", 2)
         running.process.send_signal(signal.SIGTERM)
         running.until(r"\[zbmd\]: SIGTERM received: ranks have 30s to end \(--stop-grace\); once more to end")
@@ -30,7 +28,7 @@ def test_ranks_that_save_for_longer_than_the_budget_are_waited_for(launcher: Lau
 
 
 def test_ranks_that_do_not_end_in_the_grace_that_was_set_are_named(launcher: Launcher) -> None:
-    with launcher.start("run", "-n", "2", SAVES, "never", forked=True, ZBMD_STOP_GRACE="200ms") as running:
+    with launcher.start("run", "-n", "2", SAVES, "never", ZBMD_STOP_GRACE="200ms") as running:
         running.until("ready", 2)
         running.process.send_signal(signal.SIGINT)
         assert running.end() == 128 + signal.SIGINT, running.text

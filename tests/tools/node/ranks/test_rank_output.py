@@ -101,7 +101,7 @@ def test_a_line_without_an_end_is_seen(launcher: Launcher, hosts: list[str]) -> 
 
 
 def test_a_line_without_an_end_is_seen_in_a_file_too(launcher: Launcher, hosts: list[str]) -> None:
-    with launcher.start("run", *hosts, "-n", "1", PROMPT, PYTHONUNBUFFERED="1") as running:
+    with launcher.start("run", *hosts, "-n", "1", PROMPT, PYTHONUNBUFFERED="1", fresh=True) as running:
         running.until_shown("[rank0]: Loading of 0 ...")
         (launcher.directory / "done").touch()
         assert running.end() == 0, running.text
@@ -109,7 +109,7 @@ def test_a_line_without_an_end_is_seen_in_a_file_too(launcher: Launcher, hosts: 
 
 
 def test_no_line_of_another_rank_is_in_the_midst_of_one(launcher: Launcher, hosts: list[str]) -> None:
-    with launcher.start("run", *hosts, "-n", "2", SPLIT, PYTHONUNBUFFERED="1") as running:
+    with launcher.start("run", *hosts, "-n", "2", SPLIT, PYTHONUNBUFFERED="1", fresh=True) as running:
         running.until_shown("[rank0]: begun")
         (launcher.directory / "begun").touch()
         assert running.end() == 0, running.text

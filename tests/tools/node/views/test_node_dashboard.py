@@ -78,6 +78,15 @@ def processes_of(live: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["process"]: one for host in live["hosts"] for one in host["processes"]}
 
 
+def is_whole(live: dict[str, Any]) -> dict[str, Any] | None:
+    """Return it if the node and both ranks, which are linked in shared memory, answer."""
+    processes = processes_of(live)
+    if len(processes) != 3 or {rank["state"] for rank in live["hosts"][0]["ranks"]} != {"joined"}:
+        return None
+    links = {link["process"]: link["carrier"] for link in processes["rank0"]["links"]}
+    return live if links == {"node": "shm", "rank1": "shm"} else None
+
+
 def dashboards(running: Running) -> list[int]:
     """The processes of the launcher that serve pages."""
     found: list[int] = []
@@ -105,11 +114,9 @@ async def test_a_run_and_its_ranks_are_live_and_a_loss_has_its_cause(
         running.deadline_s += LIMIT_S  # a browser starts meanwhile, beside ranks that compute
         address = running.until(ADDRESS)[0][1]
         await until(address, "api/runs", lambda found: found["runs"] == ["live"])
-        live = await until(address, "api/live", lambda found: len(processes_of(found)) == 3 and found)
-        links = {link["process"]: link["carrier"] for link in processes_of(live)["rank0"]["links"]}
-        assert links == {"node": "shm", "rank1": "shm"}
+        live = await until(address, "api/live", is_whole)
         (host,) = live["hosts"]
-        assert {rank["state"] for rank in host["ranks"]} == {"joined"} and host["job"]["restarts"] == 0
+        assert host["job"]["restarts"] == 0
         assert any(row["name"] == "member" and row["waiting"] == 0 for row in host["actors"])
 
         async with browser(tmp_path_factory.mktemp("browser")) as page:

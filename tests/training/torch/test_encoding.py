@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.optional
 encoding: Any = importlib.import_module("zbmd.training.torch.encoding")
 votes: Any = importlib.import_module("zbmd.training.torch.votes")
 transfer: Any = importlib.import_module("zbmd.training.torch.transfer")
+checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
 continuity: Any = importlib.import_module("zbmd.collectives.torch.continuity")
 Ballot: Any = importlib.import_module("zbmd.training.torch.ballots").Ballot
 
@@ -140,3 +143,17 @@ def test_a_vote_carries_means_and_what_is_a_ranks_own() -> None:
     assert torch.equal(votes.own_of(row)["x"], torch.ones(2)) and votes.noted_of(row, 2) is None
     with pytest.raises(RemoteProtocolError, match=r"\[2, 2, 2\] values"):
         votes.means_of(rows, ["a"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_threads_that_save_beside_a_loop_are_known_by_their_name(tmp_path: Path) -> None:
+    """Under another name, which PyTorch may choose, their operations would count as the loop's."""
+    names: list[str] = []
+
+    class Noting(checkpoint.FileSystemWriter):  # type: ignore[misc, name-defined]
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            names.append(threading.current_thread().name)
+            return super().write_data(plan, planner)
+
+    checkpoint.async_save({"x": torch.ones(2)}, storage_writer=Noting(tmp_path)).result()
+    assert len(names) == 1 and names[0].startswith(continuity.SAVERS), names

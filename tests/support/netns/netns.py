@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import re
@@ -35,6 +36,7 @@ class Process:
 
     def __init__(self, host: LabHost, command: list[str], timeout_s: float) -> None:
         self.text = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.process = host.popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -46,23 +48,34 @@ class Process:
         """Read until a line matches; what was read before is forgotten."""
         wanted = re.compile(pattern, re.MULTILINE)
         while (found := wanted.search(self.text, 0, self.text.rfind("\n") + 1)) is None:
-            fd = self._output.fileno()
-            ready = select.select([fd], [], [], max(0.0, self._deadline_s - time.monotonic()))[0]
-            data = os.read(fd, 1 << 16) if ready else b""
-            if not data:
+            if not self._read(self._deadline_s - time.monotonic()):
                 pytest.fail(f"never said {pattern!r}, but:\n{self.text}")
-            self.text += data.decode()
         self.text = self.text[found.end() :]
         return found
+
+    def _read(self, within_s: float) -> bool:
+        """Take what it has said; False: it says no more, or nothing within that time."""
+        fd = self._output.fileno()
+        ready = select.select([fd], [], [], max(0.0, within_s))[0]
+        data = os.read(fd, 1 << 16) if ready else b""
+        self.text += self._decoder.decode(data)
+        return bool(data)
 
     def tell(self, line: str) -> None:
         self._input.write(f"{line}\n".encode())
         self._input.flush()
 
     def end(self) -> int:
-        """Close its input, and wait for its end."""
+        """Close its input, and wait for its end, reading what it says: a full pipe would hold it up."""
         self._input.close()
-        return self.process.wait(TIMEOUT_S)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Wait for its end, reading what it says until all that write there have ended; the exit code."""
+        end_s = time.monotonic() + TIMEOUT_S
+        while self._read(end_s - time.monotonic()):
+            pass
+        return self.process.wait(max(0.0, end_s - time.monotonic()))
 
     def close(self) -> None:
         self.process.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from programs import PROGRAMS
+from support.processes.polling import pause
 
 from zbmd.actors.process.early_template import descendants
 from zbmd.actors.process_pool.devices import DeviceWorker, ProcessPool, cpu_cores
@@ -161,8 +162,8 @@ async def test_a_worker_is_forked_again_by_the_same_template() -> None:
     os.kill(first.pid, signal.SIGKILL)
     await first.wait()
     async with asyncio.timeout(SOON_S):
-        while (cell := system.find("w", 0)) is None or system.peers.get("w") != cell.ref.incarnation:  # noqa: ASYNC110 (turn by turn)
-            await asyncio.sleep(0)
+        while (cell := system.find("w", 0)) is None or system.peers.get("w") != cell.ref.incarnation:
+            await pause()
     await system.until_started(cell)
     assert process_of(system, "w").pid != first.pid and workers.forks.template_pid == template != 0
     await system.terminate(supervisor)

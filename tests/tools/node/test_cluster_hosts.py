@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from support.cluster.cluster_nodes import TIMEOUT_S, Nodes
+from support.processes.polling import until
 from support.processes.stopping import stop
 
 from zbmd.actors.process_pool.placement import Placement, PlacementMachine
@@ -59,16 +58,11 @@ async def test_a_node_that_stands_still_is_replaced_on_another_host(
         stopped = pid_at("a")
         stop(stopped)
         await runs[0].until(r"view \d+: (?=.*\bb\b)(?=.*\bn1\b)(?=.*\bn2\b)")
-        await until(lambda: pid_at("b") not in (0, stopped))
+        async with asyncio.timeout(TIMEOUT_S):
+            await until(lambda: pid_at("b") not in (0, stopped))
         with pytest.raises(ProcessLookupError):
             os.kill(stopped, 0)
     finally:
         if hosts:
             await asyncio.to_thread(session.run, hosts[0].close())
         await asyncio.to_thread(session.close)
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not holds():  # noqa: ASYNC110 (the session's actors are on another loop)
-            await asyncio.sleep(0)

@@ -13,6 +13,7 @@ import pytest
 from programs import PROGRAMS
 from programs.node import refs_actors as app
 from support.cluster.cluster_nodes import BUDGET, Nodes, Run
+from support.processes.polling import pause
 
 from zbmd.actors.core.ref import Monitor, ReasonKind, Ref
 from zbmd.actors.session import Session
@@ -34,7 +35,7 @@ async def until(holds: Callable[[], Any]) -> Any:
     """Ask again until it holds."""
     async with asyncio.timeout(TIMEOUT_S):
         while not (found := await asyncio.to_thread(holds)):
-            pass
+            await pause()
         return found
 
 

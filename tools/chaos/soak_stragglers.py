@@ -156,8 +156,11 @@ def be_rank(kind: str, folder: Path, pace_s: float, environment: RankEnvironment
     return 0
 
 
-def loop(out: Path, pace_s: float) -> None:
-    """Train a perceptron in a resilient loop."""
+def loop(out: Path, pace_s: float, *, passes: int = STEPS_MAX, on_straggler: str = "warn") -> None:
+    """Train a perceptron in a resilient loop whose steps take a rank milliseconds.
+
+    pace_s: pause after each step; passes: over the samples.
+    """
     import zbmd.torch
 
     torch: Any = importlib.import_module("torch")
@@ -170,9 +173,9 @@ def loop(out: Path, pace_s: float) -> None:
     layers = [each for _ in range(3) for each in (nn.Linear(LOOP_WIDTH, LOOP_WIDTH), nn.ReLU())]
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run = zbmd.torch.resilient(model, optimizer, out=out)
+    run = zbmd.torch.resilient(model, optimizer, out=out, on_straggler=on_straggler)
     samples = data.TensorDataset(torch.randn(LOOP_BATCH * LOOP_BATCHES, LOOP_WIDTH))
-    for (x,) in run.batches(data.DataLoader(samples, LOOP_BATCH), epochs=STEPS_MAX):
+    for (x,) in run.batches(data.DataLoader(samples, LOOP_BATCH), epochs=passes):
         with run.step():
             optimizer.zero_grad()
             loss = (model(x) - x).square().mean()
@@ -182,6 +185,7 @@ def loop(out: Path, pace_s: float) -> None:
         if dist.get_rank() == 0:
             print(f"step {run.steps} loss {run.metrics['loss']:.4f}", flush=True)
         time.sleep(pace_s)
+    dist.destroy_process_group()
 
 
 class Watch:

@@ -6,11 +6,16 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from support.processes.launcher import Launcher
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LINES_MAX = 40
+ARENA = "64MiB"
 LONGER_MAX = {
     "upgrade.py": 70,
     "own_model.py": 60,
@@ -54,24 +59,20 @@ def test_an_example_of_torch_runs(name: str) -> None:
     for library in ("torch", *NEEDS.get(name, ())):
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
-    out = run_example(name)
+    command = [sys.executable, "-m", "zbmd.tools.node.cli", "run", "-n", "3", str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     for words in OF_TORCH[name]:
-        assert words in out, out
+        assert words in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    out = run_example(name, str(tmp_path / "run"))
+def test_an_example_runs(launcher: Launcher, name: str) -> None:
+    ended = launcher.run("run", "-n", "3", str(EXAMPLES / name), "run", ZBMD_ARENA=ARENA)
+    assert ended.code == 0, ended
+    out = "\n".join(ended.out)
     for words in SAYS[name]:
         assert words in out, out
     if name == "upgrade.py":
         counted, _, asked = out.rpartition(" counted ")[2].strip().partition(" of ")
         assert counted == asked and int(asked) > 0, "no message is lost, none is handled twice"
-
-
-def run_example(name: str, *more: str) -> str:
-    """Return what three ranks of an example printed."""
-    command = [sys.executable, "-m", "zbmd.tools.node.cli", "run", "-n", "3", str(EXAMPLES / name), *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout

@@ -1,4 +1,4 @@
-"""A rank that stops in a debugger. Argument: how."""
+"""A rank that stops in a debugger. Arguments: how, one time after the other."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 import pdb
 import sys
 
-rank, how = os.environ["RANK"], sys.argv[1]
-if how == "set_trace":
-    pdb.set_trace()
-elif how == "post_mortem":
-    try:
-        assert not how
-    except AssertionError:
-        pdb.post_mortem()
-else:
-    breakpoint()
-print("rank", rank, "went on", flush=True)
+rank = os.environ["RANK"]
+for how in sys.argv[1:]:
+    if how == "set_trace":
+        pdb.set_trace()
+    elif how == "post_mortem":
+        try:
+            assert not how
+        except AssertionError:
+            pdb.post_mortem()
+    else:
+        breakpoint()
+    print("rank", rank, "went on", flush=True)
 print("and", rank, "ends", flush=True)

@@ -26,16 +26,17 @@ def hosts(request: pytest.FixtureRequest) -> list[str]:
     return elastic if request.param else []
 
 
-@pytest.mark.parametrize("how", ["breakpoint", "set_trace", "post_mortem"])
-def test_a_rank_in_a_debugger_has_the_terminal(launcher: Launcher, hosts: list[str], how: str) -> None:
-    with on_terminal(launcher, "run", *hosts, "-n", "1", STOPS, how) as terminal:
-        terminal.until("(Pdb) ")
-        terminal.type("p 40 + 2\n")
-        terminal.until("42\r\n")
-        terminal.type("c\n")
+def test_a_rank_in_a_debugger_has_the_terminal(launcher: Launcher, hosts: list[str]) -> None:
+    ways = ("breakpoint", "set_trace", "post_mortem")
+    with on_terminal(launcher, "run", *hosts, "-n", "1", STOPS, *ways) as terminal:
+        for count in range(1, len(ways) + 1):
+            terminal.until("(Pdb) ", 2 * count - 1)
+            terminal.type("p 40 + 2\n")
+            terminal.until("42\r\n", count)
+            terminal.type("c\n")
         assert terminal.end() == 0, terminal.text
-    assert "[rank0]: rank 0 went on\r\n" in terminal.text and "[rank0]: and 0 ends\r\n" in terminal.text
-    assert "\x1e" not in terminal.text
+    assert terminal.text.count("[rank0]: rank 0 went on\r\n") == len(ways), terminal.text
+    assert "[rank0]: and 0 ends\r\n" in terminal.text and "\x1e" not in terminal.text
 
 
 def test_ranks_that_stop_at_once_have_the_terminal_one_after_the_other(launcher: Launcher) -> None:

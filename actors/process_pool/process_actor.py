@@ -253,8 +253,12 @@ class ProcessActor(Actor):
             self.system.linger(task)
         getting_ready = loop.create_task(self.ready(), name=f"{self.ref.actor} gets ready")
         try:
-            async with asyncio.timeout(self.ready_s):
-                await asyncio.wait([getting_ready, waiting], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                [getting_ready, waiting], timeout=self.ready_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                late = f"not ready {self.ready_s:g} s after its start: {self._end()}"
+                raise ActorStartFailed(f"{self.ref.actor} at {self.place}: {late}")
             if not getting_ready.done():
                 raise ActorStartFailed(f"{self.ref.actor} at {self.place}: {self._end()}")
             getting_ready.result()

@@ -169,6 +169,16 @@ async def test_a_command_that_ends_before_it_is_ready_says_why(system: ActorSyst
     await hosts.close()
 
 
+async def test_a_command_that_is_never_ready_is_ended_and_says_so(
+    system: ActorSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NodeProcess, "ready_s", 0.1)
+    hosts = Placements(PlacementMachine([Placement(name="h1")]), healthy)
+    with pytest.raises(ZbmdError, match=r"n at h1: not ready 0\.1 s after its start: it runs"):
+        await system.supervise([node_child("n", hosts, ("sleep", "600"))])
+    await hosts.close()
+
+
 def test_a_device_without_hardware_says_so() -> None:
     from zbmd.training.model_actors.operator_devices import CudaDevice
 

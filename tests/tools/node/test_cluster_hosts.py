@@ -27,6 +27,7 @@ async def test_a_node_that_stands_still_is_replaced_on_another_host(
     """Two others, so that the cluster goes on; the third is stopped, and no command ends by itself."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(nodes.directory / "cookie"))
     monkeypatch.setenv("ZBMD_STATE_DIR", str(nodes.directory / "n1"))
+    monkeypatch.setattr(NodeProcess, "ready_s", TIMEOUT_S)  # it imports beside whatever else runs
     runs = await nodes.form("n1", "n2")
     zbmd_node = (
         sys.executable,

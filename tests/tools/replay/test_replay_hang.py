@@ -20,7 +20,7 @@ from zbmd.actors.view import Outcome
 from zbmd.tools.chaos.small_job import small_recipe, write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.transport.capture import CaptureError, Record, open_log
-from zbmd.transport.capture.records import EventTaken, FrameOut, Mark
+from zbmd.transport.capture.records import EventTaken, FrameIn, FrameOut, Mark
 
 TIMEOUT_S = 180.0
 LOOK_S = 0.02
@@ -148,11 +148,17 @@ def test_an_actor_that_never_answers_is_named(tmp_path: Path, capsys: pytest.Cap
     capture, script = tmp_path / "run.zlog", PROGRAMS / "actors/never_answers.py"
 
     def hangs() -> bool:
-        """The last that rank 1 wrote is its question, some time ago: it has not been refused."""
+        """The last that rank 1 wrote is its question, some time ago, and rank 0 has noted that it came.
+
+        So it has not been refused.
+        """
         written = records(capture, "rank1#1")
         last = written[-1] if written else None
         asked = isinstance(last, FrameOut) and b"test.question" in last.payload
-        return last is not None and asked and time.monotonic_ns() - last.at_ns > SETTLED_NS
+        if last is None or not asked or time.monotonic_ns() - last.at_ns < SETTLED_NS:
+            return False
+        heard = [r.frame for r in records(capture, "rank0#1") if isinstance(r, FrameIn)]
+        return any(b"test.question" in frame for frame in heard)
 
     config = HostConfig(
         target=str(script), world_size=2, environment={"ZBMD_CAPTURE": str(capture), "ZBMD_ARENA": "1MiB"}

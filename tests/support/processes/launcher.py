@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,10 +200,14 @@ class Launcher:
         return ended
 
     def forked(
-        self, arguments: Sequence[str], marker: str, terminal: int | None = None, **variables: str
+        self,
+        arguments: Sequence[str],
+        marker: str,
+        variables: Mapping[str, str],
+        terminal: int | None = None,
     ) -> ForkedCommand:
         """Return the command that bears the marker, as a fork of the template."""
-        environment = self.command(arguments, marker)[1] | variables
+        environment = {**self.command(arguments, marker)[1], **variables}
         return ForkedCommand(self._template, arguments, environment, self.directory, terminal=terminal)
 
     @contextmanager
@@ -228,7 +232,7 @@ class Launcher:
                 start_new_session=True,
             )
             if fresh
-            else self.forked(arguments, marker, **variables)
+            else self.forked(arguments, marker, variables)
         ) as process:
             running = Running(process, marker)
             try:

@@ -67,7 +67,7 @@ def on_terminal(launcher: Launcher, *arguments: str, **variables: str) -> Genera
     marker = uuid.uuid4().hex
     ours, theirs = pty.openpty()
     sizes = {"TERM": "xterm", "COLUMNS": "100", **variables}
-    with launcher.forked(arguments, marker, theirs, **sizes) as process:
+    with launcher.forked(arguments, marker, sizes, theirs) as process:
         os.close(theirs)
         try:
             terminal = Terminal(ours, process)

@@ -10,7 +10,7 @@ import zbmd
 
 
 async def main() -> None:
-    timeout = 2.0 if sys.argv[1:] == ["timeouts"] else None
+    timeout = 5.0 if sys.argv[1:] == ["timeouts"] else None
     async with zbmd.join() as worker:
         group = await zbmd.group(worker)
         await group.barrier()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import multiprocessing
 import os
 import secrets
@@ -170,7 +171,8 @@ class Meeting:
         """Wait for keys, and return their values. why: what it means if they do not come."""
         names = [f"{self._prefix}/{key}" for key in keys]
         try:
-            self._store.wait(names, timedelta(seconds=self.left_s))
+            # Rounded up: one that ends a part of a millisecond early has not failed.
+            self._store.wait(names, timedelta(milliseconds=math.ceil(self.left_s * 1e3)))
         except RuntimeError as error:
             if now_ns() < self._end_ns:
                 raise UserError(f"PyTorch's store failed while the ranks met: {error}") from error

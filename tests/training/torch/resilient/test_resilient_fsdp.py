@@ -54,7 +54,7 @@ async def undisturbed(mode: str, ranks: int, program: Path = PROGRAM) -> frozens
         ("plain", "rank1:loop.done:8", 3),
         ("plain+unseen", "rank1:loop.voted:6", 3),
         ("plain", "rank1:loop.begin:5,rank1#2:loop.take:1", 3),
-        ("plain", "rank1:loop.begin:5,rank1#2:loop.begin:1,rank0:loop.begin:9", 3),
+        ("plain", "rank1:loop.begin:5,rank1#2:loop.begin:1,rank0:loop.begin:8", 3),
         ("plain", "rank0:loop.prepared:4,rank2:loop.prepared:4", 4),
         ("fused", "rank1:loop.delivered:6", 3),
         ("momentum", "rank0:loop.voted:7", 3),

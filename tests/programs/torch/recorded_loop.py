@@ -3,8 +3,9 @@
 Variables: OUT (the directory), LOADER (sampler, workers, ragged, each, iterable, stateful, none), WORKERS,
 MISSED (the version at which all ranks but 0 act as if they had not seen the votes), EPOCHS, EVERY and SAVE
 (after how many steps it is saved, beside them and before all go on), TO, KEEP, KEEP_EVERY and CODEC (where
-and how), RESUME, WIDTH (of the model), EXACT (the number of logical shares). If ZBMD_FAULT has the point
-`test.paced`, ranks pass it in the step after a checkpoint's pace is noted.
+and how), RESUME, WIDTH (of the model), EXACT (the number of logical shares), AWAITS (a file that the fourth
+step waits for). If ZBMD_FAULT has the point `test.paced`, ranks pass it in the step after a checkpoint's pace
+is noted.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ def main() -> None:
     run.every(4, lambda: dist.barrier())
 
     def step(x: Any) -> None:
+        if "AWAITS" in os.environ:
+            importlib.import_module("support.jobs.interrupted").interrupted(run.steps)
         optimizer.zero_grad()
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()

@@ -190,8 +190,10 @@ async def test_signals_save_and_stop_the_loop(
     """SIGTERM as a launcher sends it, to all; SIGUSR1 to one rank saves, and the loop goes on."""
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     out = tmp_path / "run"
-    variables = {"OUT": str(out), "EPOCHS": "40" if number is signal.SIGUSR1 else "2000"}
-    output = SignalAfter("step 4 rank 0", number)
+    sent = tmp_path / "sent"
+    waits = {"EPOCHS": "2", "AWAITS": str(sent)} if number is signal.SIGUSR1 else {"EPOCHS": "2000"}
+    variables = {"OUT": str(out), **waits}
+    output = SignalAfter("step 3 rank 0", number, sent)
     config = HostConfig(target=str(RECORDED), world_size=2, arena_bytes=32 << 20, environment=variables)
     host = output.host = Host(config, output=output)
     result = await host.run()
@@ -211,13 +213,16 @@ async def test_signals_save_and_stop_the_loop(
 
 
 class SignalAfter(Lines):
-    """Output that sends a signal once a line has come: SIGTERM by the launcher, others to rank 0."""
+    """Output that sends a signal once a line has come: SIGTERM by the launcher, others to rank 0.
+
+    sent: a file that is there once rank 0 has the signal.
+    """
 
     host: Host
 
-    def __init__(self, words: str, number: signal.Signals) -> None:
+    def __init__(self, words: str, number: signal.Signals, sent: Path) -> None:
         super().__init__()
-        self._words, self._number = words, number
+        self._words, self._number, self._sent = words, number, sent
 
     async def write_line(self, line: OutputLine) -> None:
         """Keep one line."""
@@ -227,7 +232,8 @@ class SignalAfter(Lines):
             if self._number is signal.SIGTERM:
                 self.host.stop("SIGTERM received")
             else:
-                self.host.forward(self._number, local_rank=0)
+                assert self.host.forward(self._number, local_rank=0) == 1
+                self._sent.touch()
 
 
 # ---- what is refused

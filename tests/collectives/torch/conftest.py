@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from support.jobs.resilient_loops import warm
 from support.jobs.torch_ranks import run_ranks
 from support.processes.launch_fixtures import launcher, template
 
-__all__ = ["launcher", "run_ranks", "template"]
+__all__ = ["launcher", "run_ranks", "template", "warm"]

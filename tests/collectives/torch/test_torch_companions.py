@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
@@ -40,7 +41,7 @@ async def run(
         on_loss=OnLoss.REPLACE,
         preload=("torch",),
     )
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     text = "\n".join(output.lines)
     assert result.outcome is Outcome.SUCCEEDED, text
     assert sum(line.endswith(": good") for line in output.lines) == RANKS, text

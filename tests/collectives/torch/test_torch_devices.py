@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
@@ -34,7 +35,7 @@ async def run(
     config = HostConfig(
         target=str(PROGRAM), arguments=names, world_size=RANKS, on_loss=OnLoss.SHRINK, preload=("torch",)
     )
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     text = "\n".join(output.lines)
     assert sum(line.endswith(": good") for line in output.lines) == RANKS - dies, text
     assert dies or result.outcome is Outcome.SUCCEEDED, text

@@ -35,7 +35,7 @@ async def test_the_error_of_every_rank_names_what_happened(
 
 async def test_what_pytorch_builds_works_with_its_own_checks_of_all_calls(run_ranks: RunRanks) -> None:
     checks = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    await run_ranks("errors/wrapped", ranks=2, arena_bytes=32 << 20, environment=checks)
+    await run_ranks("errors/wrapped", ranks=2, is_warm=False, arena_bytes=32 << 20, environment=checks)
 
 
 @pytest.mark.parametrize("links", ["auto", "tcp"])

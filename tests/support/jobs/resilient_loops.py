@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import pytest
+
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of, warm_templates
 from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
 from zbmd.actors.cluster.jobs.reports import HostEvent, Observer, RankStarted, SpareReady
 from zbmd.actors.hangs.verdict import HangNotice, OnHang
@@ -18,7 +21,14 @@ from zbmd.tools.chaos.loops import reports_in as steps_in
 PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
 """Also the points at which tests kill ranks that write checkpoints."""
 SECOND_NS: Final = 1_000_000_000
-__all__ = ["check_as_undisturbed", "shrink", "steps_in", "survives_a_stop", "takes_a_spare", "train"]
+__all__ = ["check_as_undisturbed", "shrink", "steps_in", "survives_a_stop", "takes_a_spare", "train", "warm"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Generator[None]:
+    """Fork the templates of runs from one process, which has imported PyTorch and all of PRELOAD."""
+    with warm_templates(PRELOAD, needs="torch"):
+        yield
 
 
 class Became(NamedTuple):
@@ -55,7 +65,8 @@ async def train(
         preload=(*PRELOAD, *preload),
         **options,
     )
-    return await Host(config, output=output, observer=observer).run(), output.lines
+    host = Host(config, output=output, observer=observer, template=template_of(config))
+    return await host.run(), output.lines
 
 
 async def takes_a_spare(program: Path, folder: Path, wanted: Collection[str]) -> None:
@@ -121,7 +132,7 @@ async def shrink(program: Path, fault: str, ranks: int, more: Mapping[str, str])
         environment={**more, **({"ZBMD_FAULT": fault} if fault else {})},
         preload=PRELOAD,
     )
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     told = "\n".join(output.lines)
     assert result.outcome is Outcome.SUCCEEDED and result.restarts == 0, told
     return output.lines

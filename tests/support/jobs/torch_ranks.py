@@ -9,6 +9,7 @@ import pytest
 from programs import PROGRAMS
 
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
 
@@ -16,7 +17,8 @@ from zbmd.actors.view import OnLoss, Outcome
 class RunRanks(Protocol):
     """Runs `programs/torch/backend/NAME.py` as a job's ranks, and checks that `good` of them print "good".
 
-    good: 0 for all; options: of `HostConfig`.
+    good: 0 for all; is_warm: the ranks find PyTorch imported, with the variables of this process; options: of
+    `HostConfig`.
     """
 
     async def __call__(
@@ -26,6 +28,7 @@ class RunRanks(Protocol):
         ranks: int,
         good: int = 0,
         links: str = "auto",
+        is_warm: bool = True,
         **options: Any,
     ) -> None: ...
 
@@ -35,13 +38,20 @@ def run_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRanks:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
 
     async def run(
-        name: str, *arguments: str, ranks: int, good: int = 0, links: str = "auto", **options: Any
+        name: str,
+        *arguments: str,
+        ranks: int,
+        good: int = 0,
+        links: str = "auto",
+        is_warm: bool = True,
+        **options: Any,
     ) -> None:
         monkeypatch.setenv("ZBMD_LINKS", links)
         output, target = Lines(), PROGRAMS / "torch" / "backend" / f"{name}.py"
         given: dict[str, Any] = {"on_loss": OnLoss.STOP, "arguments": arguments, **options}
         config = HostConfig(target=str(target), world_size=ranks, **given)
-        result = await Host(config, output=output).run()
+        template = template_of(config) if is_warm else None
+        result = await Host(config, output=output, template=template).run()
         text = "\n".join(output.lines)
         assert result.outcome is Outcome.SUCCEEDED, text
         assert sum(line.endswith(": good") for line in output.lines) == (good or ranks), text

@@ -12,6 +12,7 @@ from programs import PROGRAMS
 from support.cluster.cluster_nodes import Nodes, nodes_in
 from support.processes.kept_lines import Lines
 from support.processes.launch_fixtures import template
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import Outcome
@@ -47,7 +48,7 @@ async def undisturbed(out: Path, kind: str) -> list[float]:
     """Return the losses of two ranks that stay two."""
     output = Lines()
     config = HostConfig(target=PROGRAM, arguments=(kind, str(out)), world_size=2, arena_bytes=32 << 20)
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     assert result.outcome is Outcome.SUCCEEDED, "\n".join(output.lines)
     return ledger_of(out)[0]
 

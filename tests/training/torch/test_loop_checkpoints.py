@@ -15,6 +15,7 @@ import pytest
 from programs import PROGRAMS
 from support.jobs.resilient_loops import steps_in, train
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.process.output import OutputLine
@@ -195,7 +196,7 @@ async def test_signals_save_and_stop_the_loop(
     variables = {"OUT": str(out), **waits}
     output = SignalAfter("step 3 rank 0", number, sent)
     config = HostConfig(target=str(RECORDED), world_size=2, arena_bytes=32 << 20, environment=variables)
-    host = output.host = Host(config, output=output)
+    host = output.host = Host(config, output=output, template=template_of(config))
     result = await host.run()
     told = next(line for line in output.lines if "saved: " in line)
     step = int(told.partition("step ")[2].split()[0])

@@ -10,6 +10,7 @@ import pytest
 from programs import PROGRAMS
 from support.jobs.resilient_loops import shrink, train
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import Outcome
@@ -117,7 +118,7 @@ async def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pyt
     output = Lines()
     program = str(PROGRAM.with_name("refused_shares.py"))
     config = HostConfig(target=program, world_size=2, arena_bytes=32 << 20)
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     told = "\n".join(output.lines)
     assert result.outcome is Outcome.SUCCEEDED, told
     for words in (

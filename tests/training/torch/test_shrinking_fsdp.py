@@ -10,6 +10,7 @@ import pytest
 from programs import PROGRAMS
 from support.jobs.resilient_loops import shrink
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss, Outcome
@@ -131,7 +132,7 @@ async def test_a_mirrored_state_that_no_other_number_of_ranks_can_have_is_refuse
         arena_bytes=32 << 20,
         environment={"MODE": mode, "OUT": str(tmp_path / "run")},
     )
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     told = "\n".join(output.lines)
     assert result.outcome is Outcome.FAILED
     assert re.search(f"on-loss shrink .*{says}", told), told
@@ -149,6 +150,6 @@ async def test_a_rank_and_its_buddy_together_end_the_run(
         arena_bytes=32 << 20,
         environment={"ZBMD_FAULT": fault},
     )
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     assert result.outcome is Outcome.FAILED
     assert re.search("ranks 1 and 2 are lost together", "\n".join(output.lines)), output.lines

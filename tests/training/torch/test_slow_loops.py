@@ -17,6 +17,7 @@ from support.jobs.resilient_loops import PRELOAD
 from support.jobs.slowed import injected
 from support.processes.kept_lines import Lines
 from support.processes.polling import until
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
@@ -47,7 +48,7 @@ class Loop:
             arena_bytes=32 << 20,
             preload=PRELOAD,
         )
-        self.host = Host(config, output=self.output)
+        self.host = Host(config, output=self.output, template=template_of(config))
         self.run = asyncio.ensure_future(self.host.run())
 
     async def until(self, pattern: str, first: int = 0) -> None:

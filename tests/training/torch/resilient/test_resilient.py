@@ -17,6 +17,7 @@ from support.jobs.resilient_loops import (
 )
 from support.jobs.resilient_loops import train as run_loop
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
 from zbmd.actors.view import OnLoss, Outcome
@@ -107,7 +108,7 @@ async def test_parameters_and_moments_that_differ_between_ranks_are_found(
     output = Lines()
     program = str(PROGRAMS / "torch/differing/ddp.py")
     config = HostConfig(target=program, arguments=(what, str(after)), world_size=3, arena_bytes=32 << 20)
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     version = 0 if after == 0 else DIGEST_EVERY
     words = rf"after {version} steps: {named}: the state of version {version} is not the same on all ranks"
     told = [line for line in output.lines if re.search(words, line)]
@@ -134,7 +135,7 @@ async def test_a_survivor_ends_as_those_that_have_finished(
         environment={"ZBMD_FAULT": f"rank1:loop.voted:{votes}"},
         preload=PRELOAD,
     )
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     told = [line.partition("ends with ")[2] for line in output.lines if "ends with " in line]
     assert len(told) == 2 and len(set(told)) == 1 and told[0].startswith("2 "), output.lines
     if on_loss is OnLoss.SHRINK:

@@ -15,6 +15,7 @@ from support.jobs.resilient_loops import (
     train,
 )
 from support.processes.kept_lines import Lines
+from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import Outcome
@@ -127,7 +128,7 @@ async def test_what_cannot_be_copied_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
     output = Lines()
     config = HostConfig(target=str(PROGRAM.with_name("refused_fsdp.py")), world_size=2, arena_bytes=32 << 20)
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     told = "\n".join(output.lines)
     assert result.outcome is Outcome.SUCCEEDED, told
     for words in (
@@ -150,7 +151,7 @@ async def test_a_shard_and_a_copy_that_differ_are_found(
     output = Lines()
     program = str(PROGRAM.parent / "differing/fsdp.py")
     config = HostConfig(target=program, arguments=(what, str(after)), world_size=3, arena_bytes=32 << 20)
-    result = await Host(config, output=output).run()
+    result = await Host(config, output=output, template=template_of(config)).run()
     version = 0 if after == 0 else DIGEST_EVERY
     words = (
         rf"after {version} steps: 0\.1\.weight: the shard of rank {owner} and its copy on rank {keeper} "

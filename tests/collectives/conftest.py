@@ -29,7 +29,7 @@ ARENA_BYTES = 8 << 20
 INBOX_BYTES = 4 << 20
 PATIENCE_S = 180.0
 """With ranks that do all they are to do, which may be thousands of operations on a busy machine."""
-OPERATION_S = 30.0
+OPERATION_S = 120.0
 PIDS_BYTES_MAX = 4096
 
 

@@ -25,7 +25,7 @@ def run(program: str, *arguments: str, **environment: str) -> subprocess.Complet
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -120,7 +120,7 @@ async def test_a_checkpoint_is_written_beside_the_next_step(
 
     def held_up(storage: Storage, stem: str, *given: Any) -> str:
         if stem.startswith("checkpoint-100-"):
-            assert computed.wait(60), "the step waits for the checkpoint"
+            assert computed.wait(180), "the step waits for the checkpoint"
         return write(storage, stem, *given)
 
     class Noted(Mean):

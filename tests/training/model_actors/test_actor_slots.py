@@ -49,7 +49,7 @@ class Worker(SlotActor):
         assert self.inside == 1
         if entered is not None and go_on is not None:
             entered.set()
-            assert go_on.wait(10)
+            assert go_on.wait(180)
         self.inside -= 1
         if self.failures:
             raise self.failures.pop()
@@ -116,7 +116,7 @@ async def test_a_result_of_a_life_that_was_killed_meanwhile_does_not_count(syste
     first = slot.actor
     assert first is not None
     system.exit(first.ref, Reason(ReasonKind.KILLED, "a test"))
-    assert (await slot.ask(Take(), reply=Taken, timeout=10)).life == 2
+    assert (await slot.ask(Take(), reply=Taken, timeout=60)).life == 2
     entered.clear()
     go_on.set()
     assert await calling == 2
@@ -136,7 +136,7 @@ async def test_messages_and_direct_calls_take_turns(system: ActorSystem) -> None
 
     callers = [asyncio.create_task(asyncio.to_thread(call_on)) for _ in range(3)]
     for _ in range(200):
-        taken = await slot.ask(Take(), reply=Taken, timeout=10)
+        taken = await slot.ask(Take(), reply=Taken, timeout=60)
         assert taken.together == 0
     stop.set()
     assert min(await asyncio.gather(*callers)) > 0
@@ -147,7 +147,7 @@ async def test_a_handler_that_waits_for_its_turn_can_be_withdrawn(system: ActorS
     entered, go_on = threading.Event(), threading.Event()
     calling = asyncio.create_task(asyncio.to_thread(slot.call, Worker.work, entered, go_on))
     await asyncio.to_thread(entered.wait, 10)
-    asking = asyncio.create_task(slot.ask(Take(), reply=Taken, timeout=10))
+    asking = asyncio.create_task(slot.ask(Take(), reply=Taken, timeout=60))
     assert slot.actor is not None
     await slot.actor.taking.wait()
     asking.cancel()
@@ -155,12 +155,12 @@ async def test_a_handler_that_waits_for_its_turn_can_be_withdrawn(system: ActorS
         await asking
     go_on.set()
     assert await calling == 1
-    assert (await slot.ask(Take(), reply=Taken, timeout=10)).life == 1
+    assert (await slot.ask(Take(), reply=Taken, timeout=60)).life == 1
 
 
 async def test_an_ask_is_done_again_too(system: ActorSystem) -> None:
     slot = await seated(system, [ValueError("a"), ValueError("b")])
-    assert (await slot.ask(Take(fail=True), reply=Taken, timeout=10)).life == 3
+    assert (await slot.ask(Take(fail=True), reply=Taken, timeout=60)).life == 3
     assert slot.failures == 2
 
 

@@ -254,14 +254,14 @@ async def test_layers_answer_messages_with_the_committed_weights(system: ActorSy
     await actors.start(system)
     x, layers = tokens.reshape(-1), actors.layer_slots.values()
     for slot in layers:
-        found = await slot.ask(Forward(pack(x), 3), reply=Activations, timeout=10)
+        found = await slot.ask(Forward(pack(x), 3), reply=Activations, timeout=60)
         assert found.y is not None, found.problem
         x = unpack(found.y)
     assert x.tobytes() == wanted.tobytes()
-    wrong = await actors.layer_slots["head"].ask(Forward(pack(tokens)), reply=Activations, timeout=10)
+    wrong = await actors.layer_slots["head"].ask(Forward(pack(tokens)), reply=Activations, timeout=60)
     assert wrong.y is None and "head: unexpected int64 of shape" in wrong.problem
     high = await actors.layer_slots["embed"].ask(
-        Forward(pack(np.array([256]))), reply=Activations, timeout=10
+        Forward(pack(np.array([256]))), reply=Activations, timeout=60
     )
     assert "expected tokens from 0 to 255" in high.problem
     await actors.stop()

@@ -172,7 +172,7 @@ CHILD = str(PROGRAMS / "transport" / "crashes_with_ring.py")
 
 def child(directory: Path, case: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, CHILD, str(directory), case]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,12 @@ def test_a_living_writer_keeps_its_file_while_another_writes(path: Path) -> None
     def slowly(file: BinaryIO) -> None:
         file.write(b"slow")
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(180)
 
     slow = threading.Thread(target=write_atomically, args=(path, slowly))
     slow.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(180)
         put(path, b"fast")
         assert path.read_bytes() == b"fast"
     finally:

@@ -44,7 +44,7 @@ def survived(spec: str, *, process: str = "rank1", incarnation: int = 1) -> tupl
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=30,
+        timeout=180,
         check=False,
     )
     passed = done.stdout.splitlines()

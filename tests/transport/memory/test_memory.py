@@ -125,7 +125,7 @@ def test_a_process_with_too_many_mappings_is_told_so() -> None:
         [sys.executable, PROGRAMS / "transport/too_many_mappings.py"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert "vm.max_map_count" in done.stdout, done.stderr

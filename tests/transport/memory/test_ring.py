@@ -18,7 +18,7 @@ from zbmd.transport.native._native import RING_HEADER_BYTES, Mapping, RingReader
 
 CAPACITY = 4096
 FRAME_MAX = 3 * CAPACITY
-BLOCKED_S = 20
+BLOCKED_S = 180
 """A child that takes so long is blocked for ever."""
 
 

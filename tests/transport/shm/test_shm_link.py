@@ -25,7 +25,7 @@ from zbmd.transport.memory.segment import Segment
 from zbmd.transport.shm.connect import Endpoint, link_pair
 from zbmd.transport.shm.link import ShmLink
 
-BLOCKED_S = 20
+BLOCKED_S = 180
 """A process that takes so long is blocked for ever."""
 
 LIMITS = LinkLimits(ring_bytes=1 << 12, queue_bytes_max=1 << 14, queue_frames_max=16, frames_per_wake=4)

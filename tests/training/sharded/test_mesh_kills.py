@@ -67,12 +67,12 @@ def test_a_run_that_shrinks_ends_with_the_same_bits(
     small_jobs: SmallJobs, tmp_path: Path, fault: str
 ) -> None:
     data = write_text(tmp_path / "text")
-    calm = small_jobs.run(tmp_path / "calm", data, mesh="dp=1", world_size=1)
+    calm = small_jobs.undisturbed(tmp_path, data, [("dp=1", "float32")])
     shrunk = small_jobs.run(
         tmp_path / "run", data, mesh="dp=3", world_size=3, fault=fault, on_loss=OnLoss.SHRINK
     )
     assert shrunk.deaths == len(faults.parse(fault)), (shrunk.failures, shrunk.told)
-    assert shrunk.digest == calm.digest
+    assert shrunk.digest == calm[False, "float32"]
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,12 @@ def test_a_mesh_goes_on_with_whole_replicas(
     """The other ranks of a replica that lost one wait, and are there when they are needed."""
     data, ranks = write_text(tmp_path / "text"), math.prod(int(axis[-1]) for axis in mesh.split(","))
     tensor = "tp" in mesh
-    calm = small_jobs.run(
-        tmp_path / "calm", data, mesh="tp=2" if tensor else "dp=1", world_size=2 if tensor else 1
-    )
+    calm = small_jobs.undisturbed(tmp_path, data, [("tp=2" if tensor else "dp=1", "float32")])
     shrunk = small_jobs.run(
         tmp_path / "run", data, mesh=mesh, world_size=ranks, fault=fault, on_loss=OnLoss.SHRINK
     )
     assert shrunk.deaths == len(faults.parse(fault)), (shrunk.failures, shrunk.told)
-    assert shrunk.digest == calm.digest
+    assert shrunk.digest == calm[tensor, "float32"]
 
 
 def test_a_run_whose_state_is_cut_does_not_shrink(small_jobs: SmallJobs, tmp_path: Path) -> None:
@@ -159,12 +157,10 @@ def test_a_run_loses_nothing_when_all_of_its_ranks_are_killed(
 ) -> None:
     """Their memory outlives them."""
     data, tensor, ranks = write_text(tmp_path / "text"), "tp" in mesh, len(faults.parse(fault))
-    calm = small_jobs.run(
-        tmp_path / "calm",
-        data,
-        mesh="tp=2" if tensor else "dp=1" if mesh else "",
-        world_size=2 if tensor else 1,
-    )
+    if mesh:
+        calm = small_jobs.undisturbed(tmp_path, data, [("tp=2" if tensor else "dp=1", "float32")])
+        digest = calm[tensor, "float32"]
+    else:
+        digest = small_jobs.run(tmp_path / "calm", data, world_size=1).digest
     found = small_jobs.run(tmp_path / "run", data, fault=fault, world_size=ranks, mesh=mesh, zero=zero)
-    assert found.deaths == ranks, (found.failures, found.told)
-    assert found.digest == calm.digest
+    assert (found.deaths, found.digest) == (ranks, digest), (found.failures, found.told)

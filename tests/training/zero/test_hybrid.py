@@ -160,11 +160,11 @@ def test_kills_leave_no_trace_in_the_weights(
 def test_all_ranks_are_killed_and_all_that_hold_one_shard(small_jobs: SmallJobs, tmp_path: Path) -> None:
     """The memory of the dead outlives them; without it, the loss of all copies of a shard ends the run."""
     data = write_text(tmp_path / "text")
-    calm = small_jobs.run(tmp_path / "calm", data, mesh="dp=1", world_size=1)
+    calm = small_jobs.undisturbed(tmp_path, data, [("dp=1", "float32")])
     points = ("zero.update:3", "mirror.prepared:3", "zero.norm:3", "mirror.commit:3")
     fault = ",".join(f"rank{rank}:{point}" for rank, point in enumerate(points))
     found = small_jobs.run(tmp_path / "all", data, fault=fault, world_size=4, mesh="dp=2,fsdp=2", zero=3)
-    assert (found.deaths, found.digest) == (4, calm.digest), found.told
+    assert (found.deaths, found.digest) == (4, calm[False, "float32"]), found.told
     alike = "rank1:zero.norm:3+rank3:zero.norm:3"
     with pytest.raises(UserError, match="all ranks that held the same state were lost at once"):
         small_jobs.run(
@@ -191,11 +191,12 @@ def test_a_run_goes_on_with_whole_replicas(
 ) -> None:
     """Nothing is re-sharded: those that are left hold all of it."""
     data, ranks = write_text(tmp_path / "text"), math.prod(int(axis[-1]) for axis in mesh.split(","))
-    calm = small_jobs.run(tmp_path / "calm", data, mesh="dp=1", world_size=1)
+    calm = small_jobs.undisturbed(tmp_path, data, [("dp=1", "float32")])
     shrunk = small_jobs.run(
         tmp_path / "run", data, mesh=mesh, zero=stage, world_size=ranks, fault=fault, on_loss=OnLoss.SHRINK
     )
-    assert (shrunk.deaths, shrunk.digest) == (len(faults.parse(fault)), calm.digest), shrunk.told
+    ended = shrunk.deaths, shrunk.digest
+    assert ended == (len(faults.parse(fault)), calm[False, "float32"]), shrunk.told
     members = [record.members for record in read_log(tmp_path / "run" / LOG_NAME)[1]]
     assert (len(members), len(members[-1])) == (STEPS, ranks // int(mesh[3])), members
 

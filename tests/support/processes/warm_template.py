@@ -26,7 +26,7 @@ from zbmd.actors.process.early_template import EarlyTemplate, ForkedProcess, lea
 from zbmd.actors.process.template import serve_host
 from zbmd.transport.host.threads import ONE_THREAD
 
-TIMEOUT_S: Final = 180.0
+TIMEOUT_S: Final = 300.0
 REQUEST_BYTES_MAX: Final = 1 << 16
 CODE_BYTES: Final = 4
 

@@ -63,8 +63,8 @@ _NAME_BYTES: Final = 16
 """TCP_CA_NAME_MAX."""
 _MIN_RTT: Final = struct.Struct("=148xI")
 """`tcpi_min_rtt` in Linux's struct tcp_info, us; all ones: none was measured."""
-_SMOOTHED: Final = struct.Struct("=B67xI84xI")
-"""`tcpi_state`, `tcpi_rtt` and `tcpi_data_segs_out`."""
+_SMOOTHED: Final = struct.Struct("=B67xII80xI")
+"""`tcpi_state`, `tcpi_rtt`, `tcpi_rttvar` and `tcpi_data_segs_out`."""
 ESTABLISHED: Final = 1
 
 
@@ -100,13 +100,18 @@ def min_round_trip_us(sock: socket.socket) -> int:
 
 
 def smoothed_round_trip(sock: socket.socket) -> tuple[int, int]:
-    """Return the kernel's mean round trip of an established TCP connection, us, and the segments it sent.
+    """Return the kernel's usual round trip of an established TCP connection, us, and the segments it sent.
 
-    0 and 0 for any other socket. The round trip is as old as the last segment that was acknowledged.
+    It is the mean less the mean deviation, but at least half of the mean. A receiver may keep an
+    acknowledgement for up to 40 ms, for an answer to carry it: if it waits for a third host behind a slow
+    cable, the mean of its own fast connections grows to some 10 ms, and their deviation as much; the
+    deviation of a slow one stays small. 0 and 0 for any other socket. The round trip is as old as the last
+    segment that was acknowledged.
     """
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SMOOTHED.size)
-    state, smoothed_us, segments = _SMOOTHED.unpack(info) if len(info) == _SMOOTHED.size else (0, 0, 0)
-    return (int(smoothed_us), int(segments)) if state == ESTABLISHED else (0, 0)
+    known = _SMOOTHED.unpack(info) if len(info) == _SMOOTHED.size else (0, 0, 0, 0)
+    state, mean_us, deviation_us, segments = map(int, known)
+    return (max(mean_us - deviation_us, mean_us // 2), segments) if state == ESTABLISHED else (0, 0)
 
 
 def _name(sock: socket.socket) -> bytes:

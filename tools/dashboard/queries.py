@@ -147,6 +147,7 @@ def slowest_ops(connection: sqlite3.Connection) -> Answer:
     rows = connection.execute(
         "SELECT op, pass, shape, o.dtype, sum(calls), sum(execute_ns) / 1e6, "
         "sum(calls) * 1.0 / :steps, sum(execute_ns) / 1e6 / :steps, sum(wait_ns) / 1e6 / :steps, "
+        "sum(enqueue_ns) / 1e6 / :steps, "
         "sum(execute_ns) * 1.0 / (SELECT sum(execute_ns) FROM op_profile WHERE kind = :kind), "
         "CASE WHEN sum(flops) > 0 THEN sum(flops) * 1.0 / sum(execute_ns) END, "
         "CASE WHEN sum(bytes) > 0 THEN sum(bytes) * 1.0 / sum(execute_ns) END, "
@@ -158,12 +159,12 @@ def slowest_ops(connection: sqlite3.Connection) -> Answer:
     ).fetchall()
     names = (
         *("op", "pass", "shape", "dtype", "calls", "total_ms", "calls_per_step", "step_ms", "wait_ms"),
-        *("share", "gflops", "gigabytes_per_s", "of_peak", "peaks"),
+        *("enqueue_ms", "share", "gflops", "gigabytes_per_s", "of_peak", "peaks"),
     )
     found = [dict(zip(names, row, strict=True)) for row in rows]
     for row in found:
-        if not row.pop("peaks") or not sampled:
-            row["of_peak"] = None  # never measured; or bytes of messages alone
+        if not row.pop("peaks") or not sampled or row["pass"] == "copy":
+            row["of_peak"] = None  # never measured; or bytes that pass by no memory alone
     return {"rows": found, "sampled": bool(sampled)}
 
 

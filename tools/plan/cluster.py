@@ -10,7 +10,6 @@ import msgspec
 
 from zbmd.tools.cli.options import add_command, add_json
 from zbmd.tools.plan.checkpoint_plan import STALL_ASYNC, CheckpointInputs, plan_checkpoint
-from zbmd.tools.plan.hardware import ACCELERATORS, Accelerator, accelerator
 from zbmd.tools.plan.layout import (
     HEAD,
     ModelShape,
@@ -21,6 +20,7 @@ from zbmd.tools.plan.layout import (
 )
 from zbmd.tools.plan.quantities import bandwidth, count, duration, fraction, given, shown_bytes, shown_s, size
 from zbmd.tools.plan.roofline import Candidate, Cluster, StepTime, candidates
+from zbmd.training.profiler.accelerators import ACCELERATORS, Accelerator, accelerator
 from zbmd.transport.errors import UserError
 
 EXAMPLES: Final = (

@@ -24,7 +24,8 @@ from zbmd.training.profiler.lines import (
     read_profiles,
     summary_of,
 )
-from zbmd.training.profiler.peak import MachineDescription, known, known_peak, peak_of, this_machine
+from zbmd.training.profiler.operations import COPY
+from zbmd.training.profiler.peak import CUDA, MachineDescription, known, known_peak, peak_of, this_machine
 from zbmd.training.profiler.ring import RECORDS_MAX, GroupLine, Records, Spans, read_ring
 from zbmd.transport.clock.offsets import Delay, Offset, offset_between, offsets_from_first
 from zbmd.transport.errors import UserError
@@ -332,7 +333,8 @@ class OpShare:
     """An op of equal shapes in a pass, over the sampled steps of all ranks; times in ms a step.
 
     share: of the time of all ops. of_peak: the time that it takes where products and memory have their
-    peaks, whichever takes longer, of the time that it took; None if these are not known.
+    peaks, whichever takes longer, of the time that it took; None if these are not known, and of copies
+    between host and device. enqueue_ms: in which the host asked for it.
     """
 
     op: str
@@ -341,6 +343,7 @@ class OpShare:
     dtype: str
     launches: float
     ms: float
+    enqueue_ms: float
     wait_ms: float
     share: float
     gflops: float
@@ -357,9 +360,10 @@ def op_shares(lives: Sequence[RankProfile]) -> list[OpShare]:
         flops_per_s, bytes_per_s = _peaks_of(life) if life.ops else (None, None)
         for row in (row for line in life.ops for row in line.ops):
             ideal_ns = math.nan
-            if flops_per_s and bytes_per_s:
+            if flops_per_s and bytes_per_s and row.which != COPY:
                 ideal_ns = 1e9 * max(row.flops / flops_per_s, row.nbytes / bytes_per_s)
-            numbers = (row.calls, row.execute_ns, row.wait_ns, row.nbytes, row.flops, ideal_ns)
+            times = (row.execute_ns, row.wait_ns, row.enqueue_ns)
+            numbers = (row.calls, *times, row.nbytes, row.flops, ideal_ns)
             key = (row.op, row.which, row.shape, row.dtype)
             sums[key] = sums.get(key, np.zeros(len(numbers))) + numbers
     whole_ns = sum(float(one[1]) for one in sums.values())
@@ -370,7 +374,7 @@ def op_shares(lives: Sequence[RankProfile]) -> list[OpShare]:
 def _op_share(
     key: tuple[str, str, str, str], numbers: Sequence[float], steps: int, whole_ns: float
 ) -> OpShare:
-    calls, execute_ns, wait_ns, nbytes, flops, ideal_ns = numbers
+    calls, execute_ns, wait_ns, enqueue_ns, nbytes, flops, ideal_ns = numbers
     op, which, shape, dtype = key
     took_ns = max(1.0, execute_ns)
     return OpShare(
@@ -380,6 +384,7 @@ def _op_share(
         dtype=dtype,
         launches=calls / steps,
         ms=execute_ns / steps / 1e6,
+        enqueue_ms=enqueue_ns / steps / 1e6,
         wait_ms=wait_ns / steps / 1e6,
         share=execute_ns / max(1.0, whole_ns),
         gflops=flops / took_ns,
@@ -406,12 +411,13 @@ def slowest_ops(lives: Sequence[RankProfile]) -> list[str]:
     every = op_shares(lives)
     if not every:
         return []
-    columns = ("ms a step", "share", "launches", "wait ms", "GFLOP/s", "GB/s", "of peak")
+    columns = ("ms a step", "share", "launches", "enqueue ms", "wait ms", "GFLOP/s", "GB/s", "of peak")
     lines = [f"{'slowest ops':<{OP_WIDTH}}" + "".join(f"{cell:>11}" for cell in columns)]
     for one in every[:OPS_SHOWN]:
         name = f"{one.op} {one.which} {one.shape} {one.dtype}".strip()
         cells = (
-            *(f"{one.ms:.2f}", f"{one.share:.1%}", f"{one.launches:.1f}", f"{one.wait_ms:.2f}"),
+            *(f"{one.ms:.2f}", f"{one.share:.1%}", f"{one.launches:.1f}"),
+            *(f"{one.enqueue_ms:.2f}", f"{one.wait_ms:.2f}"),
             f"{one.gflops:.1f}" if one.gflops else "-",
             f"{one.gigabytes_per_s:.1f}",
             "-" if one.of_peak is None else f"{one.of_peak:.1%}",
@@ -471,14 +477,21 @@ def _utilisation_lines(summary: Summary) -> list[str]:
     speed = f"{flops / summary.wall_ns * len(summary.ranks):.2f} GFLOP/s"
     mfu, hfu = summary.utilisation(_model_flops), summary.utilisation(_hardware_flops)
     if mfu is None or hfu is None:
+        unknown = next((one for one in summary.machines if one.blas == CUDA), None)
+        if unknown is not None:
+            return [f"{speed}; MFU is not known: zbmd has no peak of {unknown.processor}."]
         return [f"{speed}; MFU is not known: the peak of a rank's machine was not measured. Run this there."]
     peak = sum(rank.peak or 0.0 for rank in summary.ranks) / GIGA
-    told = "; ".join(
-        f"{machine.processor}, {machine.parallel} x {machine.threads} threads, {machine.dtype}"
-        for machine in summary.machines
-    )
+    told = "; ".join(map(_machine, summary.machines))
     again = f" ({hardware / flops:.3f} of the model's FLOPs were computed)" if flops else ""
     return [f"MFU {mfu:.1%}, HFU {hfu:.1%}{again}: {speed} of {peak:.0f} ({told})"]
+
+
+def _machine(one: MachineDescription) -> str:
+    if one.blas == CUDA:
+        shared = f", shared by {one.parallel} ranks" if one.parallel > 1 else ""
+        return f"{one.processor}, {one.dtype}, dense peak of its data sheet{shared}"
+    return f"{one.processor}, {one.parallel} x {one.threads} threads, {one.dtype}"
 
 
 def _model_flops(rank: RankShare) -> int:

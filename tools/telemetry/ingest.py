@@ -73,7 +73,7 @@ _ADD_OP: Final = insert(
     "op_profile",
     (
         *("incarnation_id", "step", "rank", "kind", "op", "pass", "shape", "dtype"),
-        *("calls", "execute_ns", "wait_ns", "bytes", "flops"),
+        *("calls", "execute_ns", "wait_ns", "bytes", "flops", "enqueue_ns"),
     ),
     or_else="REPLACE",
 )

@@ -15,7 +15,7 @@ from zbmd.training.profiler.lines import IDLE
 from zbmd.transport.errors import UserError
 
 DATABASE_NAME: Final = "run.db"
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 """`PRAGMA user_version`."""
 APPLICATION_ID: Final = 0x7A626D64
 """`PRAGMA application_id`: "zbmd"."""
@@ -84,14 +84,15 @@ CREATE TABLE op_profile (  -- sums over the calls of a step
     op TEXT NOT NULL,
     rank INTEGER NOT NULL,
     calls INTEGER NOT NULL,
-    execute_ns INTEGER NOT NULL,  -- without what is nested in it
+    execute_ns INTEGER NOT NULL,  -- without what is nested in it; of a device by its own clock
     bytes INTEGER NOT NULL,
     kind TEXT NOT NULL DEFAULT 'span',  -- span: layers and collectives of all steps; op: of sampled ones
-    pass TEXT NOT NULL DEFAULT '',  -- of an op: forward, backward, work or collective
+    pass TEXT NOT NULL DEFAULT '',  -- of an op: forward, backward, …, work, copy or collective
     shape TEXT NOT NULL DEFAULT '',  -- of an op's result and parameters
     dtype TEXT NOT NULL DEFAULT '',
     wait_ns INTEGER NOT NULL DEFAULT 0,  -- of a collective, until all members had come
     flops INTEGER NOT NULL DEFAULT 0,  -- of matrix products
+    enqueue_ns INTEGER NOT NULL DEFAULT 0,  -- of an op, for the host to ask for it; on a CPU all of it
     PRIMARY KEY (incarnation_id, step, kind, op, pass, shape, dtype)
 ) WITHOUT ROWID""",
     "gpu_timeline": """
@@ -215,6 +216,8 @@ def _brought_up(connection: sqlite3.Connection) -> int:
             _STEP_SUMS,
         ):
             connection.execute(statement)
+    elif version < 4:
+        connection.execute("ALTER TABLE op_profile ADD COLUMN enqueue_ns INTEGER NOT NULL DEFAULT 0")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
     return SCHEMA_VERSION

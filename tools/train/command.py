@@ -415,7 +415,7 @@ def _train(arguments: argparse.Namespace) -> int:
             uvloop.run(train(options))
             return 0
         options = from_whole(options)  # once for all ranks
-        if options.profile_ops:
+        if options.profile_ops and not options.device.startswith("cuda"):
             measure_peaks(options, found["ranks"][0])
         start = ["run", "-n", str(found["ranks"][0]), "--on-loss", found["on_loss"][0]]
         return node_cli.main([*start, "-m", "zbmd.training.sharded", options.encode()])

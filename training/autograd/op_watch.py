@@ -11,12 +11,26 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from zbmd.training.autograd.array_module import Array
 
 if TYPE_CHECKING:
     from zbmd.training.autograd.tape import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An op that no tape records: a node of a fused graph. unit: of the model; which: its pass."""
+
+    op: str
+    which: str
+    unit: int
+    shape: str
+    dtype: str
+    nbytes: int
+    flops: int
 
 
 class OpWatch(Protocol):
@@ -39,6 +53,10 @@ class OpWatch(Protocol):
         """Return the context of work outside a tape that reads or writes each of `arrays` once."""
         ...
 
+    def kernel(self, one: Kernel) -> AbstractContextManager[None]:
+        """Return the context of a call of an op that no tape records."""
+        ...
+
 
 class _OnThread(threading.local):
     watch: OpWatch | None = None
@@ -56,11 +74,22 @@ def active_watch() -> OpWatch | None:
 @contextlib.contextmanager
 def watching(watch: OpWatch) -> Generator[None]:
     """Watch what this thread computes within the context."""
-    _on_thread.watch = watch
+    with _watch_is(watch):
+        yield
+
+
+def unwatched() -> AbstractContextManager[None]:
+    """Enter the result around what computes nothing, such as the trace of a graph."""
+    return _watch_is(None)
+
+
+@contextlib.contextmanager
+def _watch_is(watch: OpWatch | None) -> Generator[None]:
+    before, _on_thread.watch = _on_thread.watch, watch
     try:
         yield
     finally:
-        _on_thread.watch = None
+        _on_thread.watch = before
 
 
 def watched(op: str, *arrays: Array) -> AbstractContextManager[None]:

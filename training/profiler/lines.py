@@ -160,8 +160,10 @@ OPS_MAX: Final = 512
 class OpRow(msgspec.Struct, frozen=True, array_like=True):
     """All calls of an op with equal shapes in one pass of a step: see `zbmd.training.profiler.operations`.
 
-    execute_ns: of its own; wait_ns: of a collective, until all members had come. nbytes: of the arrays that
-    it takes and gives, each once. flops: of matrix products.
+    execute_ns: of its own, by the clock of what computes; wait_ns: of a collective, until all members had
+    come. nbytes: of the arrays that it takes and gives, each once. flops: of matrix products. enqueue_ns: in
+    which the host asked for it, which is all of the execution on a CPU; 0 of collectives, of copies, and in
+    files of earlier versions.
     """
 
     op: Name
@@ -173,6 +175,7 @@ class OpRow(msgspec.Struct, frozen=True, array_like=True):
     wait_ns: Count
     nbytes: Count
     flops: Count
+    enqueue_ns: Count = 0
 
 
 class OpsLine(msgspec.Struct, frozen=True, kw_only=True, tag="ops", tag_field="kind"):

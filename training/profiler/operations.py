@@ -4,22 +4,28 @@ Of the engine's ops, the forward time is that since the one before it was record
 its rule, without the rules and the hooks that run within it. Gradients of parameters that its rule leaves for
 later, as schedules of pipelines do, are a row of their own. Calls of one op with equal shapes are one row. On
 a CPU a call returns when its result is there, so the time in which it is enqueued is the time in which it
-runs. PyTorch's ops come from `training.torch.durable.operations`.
+runs. On a device both are known: the host's clock says how long it takes to ask for an op, and CUDA events
+how long that runs (`training.ops.cuda.timing`); own times are those without what is nested, on either clock.
+PyTorch's ops come from `training.torch.durable.operations`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
 from zbmd.collectives.flight._flight import COMPLETE, FlightRing
 from zbmd.training.autograd._spans import SpanRecorder
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.op_watch import Kernel
 from zbmd.training.autograd.tape import Backward, Parameter, Tensor
+from zbmd.training.ops.cuda.device_array import DeviceArray
+from zbmd.training.ops.cuda.timing import StepTimes, Timer
 from zbmd.training.profiler.lines import OPS_MAX, OpRow
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
@@ -31,6 +37,8 @@ WEIGHTS: Final = "weights"
 WORK: Final = "work"
 """Outside the passes: the update, the norm."""
 COLLECTIVE: Final = "collective"
+COPY: Final = "copy"
+"""Between host and device, on whatever stream."""
 
 NAMES: Final = {
     "_attention_by_kernel": "causal_attention",
@@ -64,19 +72,35 @@ def parse_ops_every(text: str) -> int:
 
 
 class OpSum:
-    """A row in the making. nbytes, flops: of a call; title: of its spans."""
+    """A row in the making. nbytes, flops: of a call; title: of its spans; enqueue_ns: by the host's clock."""
 
-    __slots__ = ("calls", "execute_ns", "flops", "key", "nbytes", "title")
+    __slots__ = ("calls", "enqueue_ns", "execute_ns", "flops", "key", "nbytes", "title")
 
     def __init__(self, key: Key, nbytes: int, flops: int) -> None:
         self.key, self.nbytes, self.flops = key, nbytes, flops
         self.title = f"{key[0]} {key[1]}"
-        self.calls = self.execute_ns = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.calls = self.execute_ns = self.enqueue_ns = 0
 
     def row(self) -> OpRow:
         return OpRow(
-            *self.key, self.calls, self.execute_ns, 0, self.calls * self.nbytes, self.calls * self.flops
+            *(*self.key, self.calls, self.execute_ns, 0),
+            *(self.calls * self.nbytes, self.calls * self.flops, self.enqueue_ns),
         )
+
+
+RowT = TypeVar("RowT")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(Generic[RowT]):
+    """A call on the stream that computes, between two marks. row: None of what counts for no op."""
+
+    row: RowT | None
+    begin: int
+    end: int
 
 
 class _Known:
@@ -92,11 +116,17 @@ class OpSampler:
     """The watch of one rank's sampled steps: see `zbmd.training.autograd.op_watch`. For one thread.
 
     What an op is, is found out at its first call with these shapes: later ones take 2 µs, and as much for
-    the rule. Ops of more than `OPS_MAX` kinds share a row.
+    the rule. Ops of more than `OPS_MAX` kinds share a row. timer: of the device that computes, if one does.
     """
 
-    def __init__(self, recorder: SpanRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: SpanRecorder, timer: Timer | None = None) -> None:
+        self._recorder, self._timer = recorder, timer
+        self._times: StepTimes | None = None
+        """Of the step under way, or of the last one until its rows are asked for."""
+        self._timed_calls: list[Timed[OpSum]] = []
+        self._began = 0
+        """The mark of `begin`."""
+        self._of_groups: list[OpRow] = []
         self._known: dict[object, _Known] = {}
         self._work: dict[Key, OpSum] = {}
         self._rest = OpSum(("others", WORK, "", ""), 0, 0)
@@ -117,8 +147,29 @@ class OpSampler:
             self._work.clear()
             self.generation += 1
         for one in self._sums():
-            one.calls = one.execute_ns = 0
+            one.clear()
         self._rings = [(ring, ring.begun) for ring in rings]
+        self._timed_calls.clear()
+        self._times = None if self._timer is None else self._timer.begin()
+
+    def end(self) -> None:
+        """End the step: nothing that happens from now on is part of its rows, but copies that it began."""
+        self._of_groups, self._rings = _collectives(self._rings), []
+        if self._timer is not None:
+            self._timer.end()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `rows` needs not wait for a device."""
+        return self._times is None or self._times.is_done
+
+    def _mark(self) -> int:
+        return -1 if self._times is None else self._times.mark()
+
+    def _note(self, one: OpSum | None, begin: int) -> None:
+        """Note a call on the device from the mark `begin` to here. one: its row, None of what is none's."""
+        if self._times is not None:
+            self._timed_calls.append(Timed(one, begin, self._times.mark()))
 
     def _sums(self) -> list[OpSum]:
         of_ops = [one for op in self._known.values() for one in (op.forward, op.back, op.weights)]
@@ -140,7 +191,7 @@ class OpSampler:
 
     def begin(self) -> None:
         """See `OpWatch`."""
-        self._began_ns = now_ns()
+        self._began, self._began_ns = self._mark(), now_ns()
 
     def computed(
         self, unit: int, data: Array, backward: Backward, parameters: Sequence[Parameter]
@@ -159,6 +210,7 @@ class OpSampler:
             if hook is not None and type(hook) is not _Hook:
                 parameter.on_ready = _Hook(self, hook)
         began_ns, back = self._began_ns, known.back
+        self._note(known.forward, self._began)
         self.add(known.forward, unit, began_ns, end_ns, end_ns - began_ns)
         self._inner_ns += end_ns - began_ns  # of a rule that computes ops again
 
@@ -198,47 +250,73 @@ class OpSampler:
         return partial(self._timed, *playing, compute)
 
     def _timed(self, row: OpSum, unit: int, compute: Callable[[], None]) -> None:
-        """Compute it; the time without that of what is timed within it is the row's."""
-        outer_ns, self._inner_ns = self._inner_ns, 0
-        began_ns = now_ns()
-        try:
+        with self._within(row, unit):
             compute()
-        finally:
-            took_ns = now_ns() - began_ns
-            self.add(row, unit, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
-            self._inner_ns = outer_ns + took_ns
 
-    @contextmanager
-    def work(self, op: str, arrays: Sequence[Array]) -> Generator[None]:
+    def work(self, op: str, arrays: Sequence[Array]) -> AbstractContextManager[None]:
         """See `OpWatch`."""
         size, dtype = max((array.size for array in arrays), default=0), str(arrays[0].dtype) if arrays else ""
         nbytes = sum(array.nbytes for array in arrays)
-        found = self.found((op, WORK, str(size), dtype), nbytes=nbytes, flops=0)
+        return self._within(self.found((op, WORK, str(size), dtype), nbytes=nbytes, flops=0), -1)
+
+    def kernel(self, one: Kernel) -> AbstractContextManager[None]:
+        """See `OpWatch`."""
+        key = (one.op, one.which, one.shape, one.dtype)
+        return self._within(self.found(key, nbytes=one.nbytes, flops=one.flops), one.unit)
+
+    @contextmanager
+    def _within(self, row: OpSum, unit: int) -> Generator[None]:
+        """Time the block; the time without that of what is timed within it is the row's."""
         outer_ns, self._inner_ns = self._inner_ns, 0
-        began_ns = now_ns()
+        begin, began_ns = self._mark(), now_ns()
         try:
             yield
         finally:
             took_ns = now_ns() - began_ns
-            self.add(found, -1, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
+            self._note(row, begin)
+            self.add(row, unit, began_ns, began_ns + took_ns, took_ns - self._inner_ns)
             self._inner_ns = outer_ns + took_ns
 
     def add(self, one: OpSum, unit: int, began_ns: int, end_ns: int, own_ns: int) -> None:
         recorder = self._recorder
         recorder.op(one.title, unit if unit < recorder.units else -1, began_ns, end_ns, own_ns)
         one.calls += 1
-        one.execute_ns += own_ns
+        one.enqueue_ns += own_ns
+        if self._times is None:
+            one.execute_ns += own_ns
 
     def rows(self) -> tuple[OpRow, ...]:
-        """Return the rows of the step, by time: those of ops, and of operations that have ended."""
+        """Return the rows of the step, by time: those of ops, and of operations that have ended.
+
+        Waits for the device if it is not `is_done`. Raises `CudaFault`.
+        """
+        if self._times is not None:
+            self._take_times(self._times)
+            self._times = None
         merged: dict[Key, OpRow] = {}
         for one in self._sums():
             row, known = one.row(), merged.get(one.key)
             if row.calls:
                 merged[one.key] = row if known is None else _sum_of(known, row)
-        found = [*merged.values(), *_collectives(self._rings)]
-        self._rings = []
+        found = [*merged.values(), *self._of_groups]
         return tuple(sorted(found, key=lambda row: -row.execute_ns)[:OPS_MAX])
+
+    def _take_times(self, times: StepTimes) -> None:
+        """Add up what ran how long on the device: calls, and copies between it and the host."""
+        at_ns, calls = times.read(), self._timed_calls
+        for copy in times.copies:
+            key = (copy.op, COPY, f"{copy.nbytes} B", "")
+            row = self.found(key, nbytes=copy.nbytes, flops=0)
+            row.calls += 1
+            if copy.in_order:
+                calls.append(Timed(row, copy.begin, copy.end))
+            else:
+                row.execute_ns += at_ns[copy.end] - at_ns[copy.begin]
+        for row, ns in own_times(calls, at_ns):
+            row.execute_ns += ns
+        if times.is_full:  # ops from the last event on have no times, but together
+            self._rest.calls += 1
+            self._rest.execute_ns += at_ns[-1] - at_ns[-2]
 
 
 def _sum_of(one: OpRow, other: OpRow) -> OpRow:
@@ -250,7 +328,27 @@ def _sum_of(one: OpRow, other: OpRow) -> OpRow:
         one.wait_ns + other.wait_ns,
         one.nbytes + other.nbytes,
         one.flops + other.flops,
+        one.enqueue_ns + other.enqueue_ns,
     )
+
+
+def own_times(calls: Iterable[Timed[RowT]], at_ns: Sequence[int]) -> Iterator[tuple[RowT, int]]:
+    """Yield the time of each call of one stream without what is nested in it. at_ns: of the marks."""
+    under_way: list[tuple[Timed[RowT], list[int]]] = []
+
+    def ended(before: int) -> Iterator[tuple[RowT, int]]:
+        while under_way and under_way[-1][0].end <= before:
+            one, inner = under_way.pop()
+            if one.row is not None:
+                yield one.row, max(0, at_ns[one.end] - at_ns[one.begin] - sum(inner))
+
+    for call in sorted(calls, key=lambda call: (call.begin, -call.end)):
+        yield from ended(call.begin)
+        if under_way:  # another thread's copy may end after the op that it began in
+            outer, inner = under_way[-1]
+            inner.append(at_ns[min(call.end, outer.end)] - at_ns[call.begin])
+        under_way.append((call, []))
+    yield from ended(len(at_ns))
 
 
 class _Hook:
@@ -262,9 +360,11 @@ class _Hook:
         self._sampler, self._hook = sampler, hook
 
     def __call__(self, index: int) -> None:
-        began_ns = now_ns()
+        sampler = self._sampler
+        begin, began_ns = sampler._mark(), now_ns()
         self._hook(index)
-        self._sampler._inner_ns += now_ns() - began_ns
+        sampler._inner_ns += now_ns() - began_ns
+        sampler._note(None, begin)
 
 
 def _collectives(rings: Sequence[tuple[FlightRing, int]]) -> list[OpRow]:
@@ -295,7 +395,7 @@ def name_of(backward: Backward, parameters: Sequence[Parameter]) -> str:
     function = str(getattr(backward, "__qualname__", type(backward).__name__)).partition(".<locals>")[0]
     if function == "_norm_by_kernel":
         return "rms_norm" if len(parameters) == 1 else "layer_norm"
-    return NAMES.get(function, function)[:200]
+    return NAMES.get(function, function.rpartition(".")[2])[:200]
 
 
 def captured(backward: Backward) -> dict[str, Any]:
@@ -316,7 +416,7 @@ def nbytes_of(value: Any) -> int:
         return int(value.data.nbytes)
     if isinstance(value, Parameter):
         return int(value.stored.nbytes)
-    return int(value.nbytes) if isinstance(value, np.ndarray) else 0
+    return int(value.nbytes) if isinstance(value, np.ndarray | DeviceArray) else 0
 
 
 def shape_of(data: Array, parameters: Sequence[Parameter]) -> str:

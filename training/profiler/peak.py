@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
+from zbmd.training.profiler.accelerators import of_device
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.files import UserFiles, user_directory, write_atomically
 
@@ -84,6 +85,17 @@ def this_machine(
     )
 
 
+CUDA: Final = "CUDA"
+"""In the place of a BLAS, where a device computes."""
+
+
+def device_machine(name: str, *, sharing: int) -> MachineDescription:
+    """Return a device that so many ranks share, which computes in bfloat16."""
+    return MachineDescription(
+        processor=name[:256], processors=1, blas=CUDA, dtype="bfloat16", parallel=max(1, sharing)
+    )
+
+
 def known_peak(machine: MachineDescription) -> float | None:
     """Return the cached FLOPs a second of `machine`; None if it was not measured or the cache is
     unreadable."""
@@ -92,7 +104,12 @@ def known_peak(machine: MachineDescription) -> float | None:
 
 
 def known(machine: MachineDescription) -> Peak | None:
-    """Return the cached measurements of `machine`; None as of `known_peak`."""
+    """Return the cached measurements of `machine`; None as of `known_peak`. Of a device, its data sheet's."""
+    if machine.blas == CUDA:
+        found = of_device(machine.processor)
+        if found is None:
+            return None
+        return Peak(machine=machine, flops_per_s=found.peak["bf16"], bytes_per_s=found.bandwidth)
     return next((peak for peak in _cached() if peak.machine == machine), None)
 
 

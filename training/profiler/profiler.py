@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -44,7 +44,7 @@ from zbmd.training.profiler.lines import (
     old_path,
 )
 from zbmd.training.profiler.operations import OpSampler
-from zbmd.training.profiler.peak import known, this_machine
+from zbmd.training.profiler.peak import device_machine, known, this_machine
 from zbmd.training.profiler.ring import (
     RING_BYTES,
     GroupLine,
@@ -53,10 +53,13 @@ from zbmd.training.profiler.ring import (
     forget_rings,
     ring_path,
 )
+from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:
     from zbmd.training.autograd._spans import EndedStep
+    from zbmd.training.ops.cuda.executor import Executor
+    from zbmd.training.ops.cuda.timing import Timer
 
 
 TABLES = frozenset({"embed.weight", "positions.weight"})
@@ -121,10 +124,12 @@ class Profiler:
     """Profiles the rank of `run` into `directory`/profile; without files if `directory` is None.
 
     For one thread at a time: the one that is in `recording()`, and others between its spans. ops_every: the
-    ops of each so-many-th step are sampled; 0: of none.
+    ops of each so-many-th step are sampled; 0: of none. timer: of the device that computes, if one does.
     """
 
-    def __init__(self, directory: Path | None, run: RunLine, *, ops_every: int = 0) -> None:
+    def __init__(
+        self, directory: Path | None, run: RunLine, *, ops_every: int = 0, timer: Timer | None = None
+    ) -> None:
         self.run = run
         self.last: StepLine | None = None
         """The step that ended last."""
@@ -142,9 +147,11 @@ class Profiler:
         self._recorder = SpanRecorder(buffer, len(run.units))
         self._named = 0
         self._ops_every = ops_every if directory is not None else 0
-        self.sampler = OpSampler(self._recorder)
+        self.sampler = OpSampler(self._recorder, timer)
         self.samples = False
         """Whether the step under way is sampled."""
+        self._sampled: int | None = None
+        """The step whose ops are to be written, once a device has done them."""
 
     def _open(self, directory: Path) -> None:
         self._path = lines_path(directory, self.run.rank, self.run.incarnation)
@@ -182,6 +189,7 @@ class Profiler:
         """Begin step `step`; return the line of the step that this ends, if any."""
         line = self._take(self._recorder.begin_step(step))
         if self._ops_every and step % self._ops_every == 0:
+            self._put_ops(waits=True)
             self.samples = True
             self.sampler.start([group.communicator.flight.ring for _, group in self._followed.values()])
         return line
@@ -220,7 +228,9 @@ class Profiler:
 
     def close(self) -> None:
         """End the step and close the files. Idempotent."""
-        self.end_step()
+        with suppress(CudaFault):  # of a device that has failed nothing more is known
+            self.end_step()
+            self._put_ops(waits=True)
         if self._records_metrics:
             self._records_metrics = False
             metrics.stop()
@@ -243,13 +253,23 @@ class Profiler:
         self._held, self.last = None, line
         self._put(line)
         if self.samples:
-            self.samples = False
-            self._put(OpsLine(step=line.step, ops=self.sampler.rows()))
+            self.samples, self._sampled = False, line.step
+            self.sampler.end()
+        self._put_ops(waits=False)
         if self._file is not None:
             for name in self._recorder.names[self._named :]:
                 self._file.put(OperationLine(name=name))
             self._named = len(self._recorder.names)
         return line
+
+    def _put_ops(self, *, waits: bool) -> None:
+        """Write the ops of the last sampled step, if that has not been done and the device is done with it.
+
+        waits: for the device, since its events are needed again. Raises `CudaFault`.
+        """
+        if self._sampled is not None and (waits or self.sampler.is_done):
+            step, self._sampled = self._sampled, None
+            self._put(OpsLine(step=step, ops=self.sampler.rows()))
 
     def _put(self, line: Line) -> None:
         if self._lines is None:
@@ -325,12 +345,13 @@ def open_profiler(
     sequences: int,
     dtype: str = "float32",
     ops_every: int = 0,
+    executor: Executor | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Profiler:
     """Return the profiler of this rank, whose passes are of `model` over `sequences` of its context's length.
 
     directory: None: it writes no files. model: None: none whose operations are known. ops_every: see
-    `Profiler`.
+    `Profiler`. executor: the device that computes, if one does.
 
     Raises `UserError` for a ZBMD_PROFILE that is neither on nor off.
     """
@@ -340,7 +361,10 @@ def open_profiler(
         raise UserError(f'{VARIABLE} is "{wanted}": set it to "on" or "off".')
     launched = RankEnvironment.read(environ)
     ranks_on_host = 1 if launched is None else launched.ranks_per_host
-    machine = this_machine(parallel=ranks_on_host, dtype=dtype, environ=environ)
+    if executor is None:
+        machine, sharing = this_machine(parallel=ranks_on_host, dtype=dtype, environ=environ), ranks_on_host
+    else:
+        machine, sharing = device_machine(executor.name, sharing=executor.sharing), executor.sharing
     peak = known(machine)
     run = RunLine(
         version=VERSION,
@@ -355,11 +379,12 @@ def open_profiler(
         process_ns=started(os.getpid()) * 1_000_000_000 // os.sysconf("SC_CLK_TCK"),
         ranks_on_host=ranks_on_host,
         machine=machine,
-        peak=None if peak is None else peak.flops_per_s / ranks_on_host,
+        peak=None if peak is None else peak.flops_per_s / sharing,
         units=() if model is None else _unit_lines(model, sequences),
-        stream=None if peak is None or peak.bytes_per_s is None else peak.bytes_per_s / ranks_on_host,
+        stream=None if peak is None or peak.bytes_per_s is None else peak.bytes_per_s / sharing,
     )
-    return Profiler(directory if wanted == "on" else None, run, ops_every=ops_every)
+    timer = None if executor is None else executor.timer
+    return Profiler(directory if wanted == "on" else None, run, ops_every=ops_every, timer=timer)
 
 
 def _unit_lines(model: GPT, sequences: int) -> tuple[UnitLine, ...]:

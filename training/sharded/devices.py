@@ -239,7 +239,7 @@ def _opened(
     where = f"device cuda:{choice.index} ({facts.name}, {facts.pci})"
     if choice.sharing > 1:
         where += f", shared by {choice.sharing} ranks"
-    return Executor(api, compile=FOUND[0].compile), where
+    return Executor(api, compile=FOUND[0].compile, sharing=choice.sharing), where
 
 
 def _require_memory(api: CudaApi, needs: tuple[int, int, int], choice: DeviceChoice, shown: str) -> None:

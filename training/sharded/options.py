@@ -159,8 +159,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             self.zero_options  # noqa: B018 -- it raises
         if self.plain and (self.zero or self.offload or self.actors or self.precision == "float64"):
             raise UserError("--plain is one bare loop: omit --zero, --offload, --actors and float64.")
-        if self.profile_ops and self.device != "cpu" and self.graph != "tape":
-            raise UserError("--profile-ops profiles the ops of a tape: with --device cuda give --graph tape.")
         if self.tokens == "bpe" and self.data is None:
             raise UserError("--tokens bpe: expected --data, a file, a directory or a glob to train on.")
         if self.on_straggler not in {one.value for one in OnStraggler}:

@@ -331,7 +331,8 @@ class EngineTask(Task[TrainResult]):
         sequences = self._options.training.sequences_per_shard
         dtype = computing_dtype(storage_dtype(self._options.precision)).name
         every = self._options.profile_ops
-        return open_profiler(out, GPT(self._config), sequences=sequences, dtype=dtype, ops_every=every)
+        model, run = GPT(self._config), self._executor
+        return open_profiler(out, model, sequences=sequences, dtype=dtype, ops_every=every, executor=run)
 
     def reached(self, trainer: Trainer, *, is_first: bool) -> None:
         """Have the first rank write a sample, if it is due; the others wait for it."""

@@ -226,8 +226,14 @@ class CudaApi(Protocol):
         """cudaIpcOpenEventHandle."""
         ...
 
-    def event_create(self, *, interprocess: bool = False) -> int:
-        """Create an event without timing. interprocess: other processes can open it."""
+    def event_create(self, *, interprocess: bool = False, timed: bool = False) -> int:
+        """Create an event. interprocess: other processes can open it. timed: `event_elapsed_ns` takes it; not
+        both.
+        """
+        ...
+
+    def event_elapsed_ns(self, begin: int, end: int) -> int:
+        """cudaEventElapsedTime: from one timed event to a later one, once both are done."""
         ...
 
     def event_record(self, event: int, stream: int) -> None:

@@ -394,12 +394,16 @@ class CudaRuntime:
         """See `CudaApi`."""
         return int(self._call("ipcOpenEventHandle", handle))
 
-    def event_create(self, *, interprocess: bool = False) -> int:
+    def event_create(self, *, interprocess: bool = False, timed: bool = False) -> int:
         """See `CudaApi`."""
-        flags = self._runtime.eventDisableTiming | (
-            self._runtime.eventInterprocess if interprocess else _BLOCKING_SYNC
-        )
+        untimed = 0 if timed else self._runtime.eventDisableTiming
+        flags = untimed | (self._runtime.eventInterprocess if interprocess else _BLOCKING_SYNC)
         return int(self._call("eventCreateWithFlags", flags))
+
+    def event_elapsed_ns(self, begin: int, end: int) -> int:
+        """See `CudaApi`. CUDA has the time in ms, as a float32, with a resolution near 500 ns."""
+        elapsed_ms = float(self._call("eventElapsedTime", begin, end))
+        return max(0, round(elapsed_ms * 1e6))
 
     def event_record(self, event: int, stream: int) -> None:
         """See `CudaApi`."""

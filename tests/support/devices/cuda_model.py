@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from support.devices.cuda_model_array import ModelArray
 from support.devices.cuda_model_launches import Launches, RunKernel, refuse_kernels
 from support.devices.cuda_model_memory import FIRST_ADDRESS, is_device, of_host, shared_copy, shared_memory
+from support.devices.cuda_model_timing import Events, KernelTime, kernel_ns, takes_copy
 from support.devices.cuda_model_values import DeviceRace, Undefined, ValueWaits
 from zbmd.transport.cuda.api import (
     HANDLE_BYTES,
@@ -80,6 +81,7 @@ class _Event:
     recorded: int = 0
     ran: dict[int, Clock] = field(default_factory=lambda: {0: {}})
     interprocess: bool = False
+    timed: bool = False
     captured: bool = False
     serial: int = 0
 
@@ -124,6 +126,7 @@ class ModelHost:
         self.load_kernel, self.run_kernel = load_kernel, run_kernel
         self.memory_bytes, self.driver, self.capability = memory_bytes, 13000, (9, 0)
         self.peer_access, self.shares = peer_access, shares
+        self.kernel_ns: KernelTime = kernel_ns
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self._running = 0
@@ -151,6 +154,12 @@ class ModelHost:
         """A number that has not been used."""
         self._serial += 1
         return self._serial
+
+    def new_event(self, **given: bool) -> int:
+        """Make an event; return its number."""
+        serial = self.serial()
+        self.events[serial] = _Event(serial=serial, **given)
+        return serial
 
     def run_until(self, done: Callable[[], bool]) -> bool:
         """Run operations in an order that is drawn; False if none can run before it is done."""
@@ -220,7 +229,7 @@ class ModelHost:
         return allocation
 
 
-class ModelProcess(ValueWaits, Launches):
+class ModelProcess(ValueWaits, Launches, Events):
     """See `zbmd.transport.cuda.api.CudaApi`: one process of a `ModelHost`. Its threads share one clock."""
 
     def __init__(self, host: ModelHost, device: int) -> None:
@@ -450,14 +459,6 @@ class ModelProcess(ValueWaits, Launches):
                 return
             self._ask(stream, lambda clock: _join(clock, its.ran[wanted]), lambda: wanted in its.ran)
 
-    def event_create(self, *, interprocess: bool = False) -> int:
-        """See `CudaApi`."""
-        with self.host.lock:
-            self._check()
-            serial = self.host.serial()
-            self.host.events[serial] = _Event(interprocess=interprocess, serial=serial)
-            return serial
-
     def event_record(self, event: int, stream: int) -> None:
         """See `CudaApi`."""
         with self.host.lock:
@@ -496,9 +497,6 @@ class ModelProcess(ValueWaits, Launches):
         with self.host.lock:
             self._check()
             _join(self.clock, its.ran[wanted])
-
-    def event_destroy(self, event: int) -> None:
-        """See `CudaApi`."""
 
     def ipc_get_event_handle(self, event: int) -> bytes:
         """See `CudaApi`."""
@@ -539,6 +537,7 @@ class ModelProcess(ValueWaits, Launches):
 
             def run(clock: Clock) -> None:
                 self._target(into, nbytes, clock)[:] = self._source(src, nbytes, clock)
+                takes_copy(clock, nbytes)
 
             self._ask(stream, run)
 

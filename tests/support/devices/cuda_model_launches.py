@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from support.devices.cuda_model_timing import takes, takes_copy
 from zbmd.transport.cuda.api import (
     CudaFault,
     DeviceBytes,
@@ -149,6 +150,7 @@ class Launches:
                     values.append(seen.setdefault((each.address, each.nbytes), found))
                 written = [isinstance(each, DeviceBytes) and each.written for each in given]
                 self.host.run_kernel(ModelLaunch(kernel, grid, block, shared_bytes, values, written))
+                takes(clock, self.host.kernel_ns(kernel.name))
 
             self._ask(stream, run)
 
@@ -158,6 +160,7 @@ class Launches:
 
             def run(clock: dict[int, int]) -> None:
                 self._target(address, nbytes, clock)[:] = value
+                takes_copy(clock, nbytes)
 
             self._ask(stream, run)
 
@@ -292,5 +295,6 @@ class Launches:
                     else:
                         numbers.append(0 if isinstance(each, DeviceBytes) else each)
                 kernel(*numbers)
+                takes(clock, self.host.kernel_ns(name))
 
             self._ask(stream, run)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from zbmd.tools.entry.zbmd import main
 from zbmd.tools.plan.cluster import FAMILIES, ClusterPlan, tokens_per_s
-from zbmd.tools.plan.hardware import ACCELERATORS, Accelerator, accelerator
 from zbmd.tools.plan.layout import ModelShape, Strategy, held_parameters, rank_memory, shape_of
 from zbmd.tools.plan.roofline import Cluster, candidates, ring_s, step_time
+from zbmd.training.profiler.accelerators import ACCELERATORS, Accelerator, accelerator
 from zbmd.transport.errors import UserError
 
 GB = 1e9

@@ -139,6 +139,7 @@ async function slowest() {
   const rate = (value) => value > 0 && value < 0.001 ? "< 0.001" : number(value);
   const ofOps = found.sampled ? [
     ["pass", (row) => row.pass], ["shape", (row) => `${row.shape} ${row.dtype}`],
+    ["enqueue ms", (row) => number(row.enqueue_ms), true],
     ["wait ms", (row) => number(row.wait_ms), true], ["GFLOP/s", (row) => rate(row.gflops), true],
     ["of peak", (row) => row.of_peak === null ? "–" : percent(row.of_peak), true],
   ] : [];
@@ -146,7 +147,7 @@ async function slowest() {
     ["operation", (row) => row.op], ...ofOps.slice(0, 2), ["share", (row) => percent(row.share), true],
     ["ms in all", (row) => number(row.total_ms, 4), true], ["ms a step", (row) => number(row.step_ms), true],
     ["launches", (row) => number(row.calls, 9), true], ["a step", (row) => number(row.calls_per_step), true],
-    ...ofOps.slice(2, 4), ["GB/s", (row) => rate(row.gigabytes_per_s), true], ...ofOps.slice(4),
+    ...ofOps.slice(2, 5), ["GB/s", (row) => rate(row.gigabytes_per_s), true], ...ofOps.slice(5),
   ], found.rows);
 }
 

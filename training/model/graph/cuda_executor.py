@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.autograd.array_module import bfloat16
+from zbmd.training.autograd.op_watch import Kernel
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.graph.ir import ACTIVATIONS, Graph, Node
 from zbmd.training.model.graph.memory import ALIGNMENT, plan_memory
@@ -23,6 +24,9 @@ from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.operators import NOISE_HEAD, CudaOperators, noise_numbers, rows_by_token
 from zbmd.training.ops.cuda.transfers import UploadAhead
 from zbmd.transport.errors import UserError
+
+SHAPES_TOLD: Final = 2
+"""Inputs of a node whose shapes a profile has, beside that of its output."""
 
 
 class _Inputs:
@@ -159,6 +163,20 @@ class CudaGraphRun:
             for node in nodes:
                 arrays = (self._held[number] for number in (*node.outputs, *node.inputs))
                 self._by_op[node.op](self, node, *arrays)
+
+    def described(self, node: Node) -> Kernel:
+        """Return what a profile says of a node."""
+        graph = self.graph
+        values = [graph.values[number] for number in (node.outputs[0], *node.inputs[:SHAPES_TOLD])]
+        return Kernel(
+            op=node.ops if node.op == "product" else node.op,
+            which=node.phase,
+            unit=node.unit,
+            shape=", ".join("x".join(map(str, one.shape)) or "scalar" for one in values),
+            dtype=values[0].dtype,
+            nbytes=graph.traffic((node,)),
+            flops=graph.flops(node),
+        )
 
     def close(self) -> None:
         """Give the memory beside the arena back; nothing that was captured may be replayed any more."""

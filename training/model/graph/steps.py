@@ -4,6 +4,9 @@ For each shape of a batch the graph is traced, fused and given memory once. The 
 node, which loads kernels and allocates. From the second run on, launches are captured for the weights and
 gradients at hand, and replayed: a run is one launch, or one for each span of the gradient that the caller
 takes early. The batch that follows is uploaded meanwhile.
+
+A run whose ops are watched launches node by node too: no event within a replayed graph says when it was
+reached. The kernels and their arguments are the same, and so are the bits.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from typing import Final, cast
 
 import numpy as np
 
+from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.op_watch import active_watch, unwatched
 from zbmd.training.autograd.tape import GradReady
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.model.graph.cuda_executor import CudaGraphRun
@@ -106,13 +111,14 @@ class FusedSteps:
 
     def _traced(self, sequences: int, length: int) -> _Shape:
         model = self._model
-        traced = trace_step(
-            model.config,
-            sequences=sequences,
-            length=length,
-            precision="bfloat16",
-            recompute=model.recompute,
-        )
+        with unwatched():
+            traced = trace_step(
+                model.config,
+                sequences=sequences,
+                length=length,
+                precision="bfloat16",
+                recompute=model.recompute,
+            )
         graph = fuse(traced.graph, target="cuda").graph
         run = CudaGraphRun(traced, graph, self._run)
         return _Shape(run, pieces_of(graph, model, ()), pieces_of(graph, model, self._spans))
@@ -137,19 +143,48 @@ class FusedSteps:
         shape.run.load(batch)
         if self._coming and self._coming[0] is batch:
             self._coming.popleft()
-        graphs = self._captured(shape, pieces, params, grads, is_cut=on_grad_ready is not None)
+        watch = active_watch()
+        if watch is None:
+            graphs = self._captured(shape, pieces, params, grads, is_cut=on_grad_ready is not None)
+        else:
+            graphs = []
+            self._bind(shape, params, grads)
         for number, piece in enumerate(pieces):
             if graphs:
                 self._run.replay(graphs[number])
-            else:
+            elif watch is None:
                 shape.run.launch(piece.nodes)
+            else:
+                for node in piece.nodes:
+                    with watch.kernel(shape.run.described(node)):
+                        shape.run.launch((node,))
             if number == len(pieces) - 1:
                 self._run.copy(losses, shape.run.losses)
             if on_grad_ready is not None:
                 for parameter in piece.parameters:
                     on_grad_ready(parameter)
         shape.has_run = True
+        self._count_passes()
         self._upload_next()
+
+    def _count_passes(self) -> None:
+        """Tell the profiler which passes were asked for: a graph takes the host no time for any of them."""
+        model = self._model
+        for unit in range(len(model.unit_names)):
+            with spans.FORWARD[unit]:
+                pass
+            with spans.BACKWARD[unit]:
+                if model.recompute and 0 < unit <= model.config.layers:
+                    with spans.RECOMPUTE:
+                        pass
+
+    def _bind(self, shape: _Shape, params: DeviceArray, grads: DeviceArray) -> None:
+        layout = self._model.layout
+        named = [
+            dict(zip((slot.name for slot in layout.slots), layout.views(cast(Array, one)), strict=True))
+            for one in (params, grads)
+        ]
+        shape.run.bind(*cast(list[dict[str, DeviceArray]], named))
 
     def _captured(
         self, shape: _Shape, pieces: Sequence[Piece], params: DeviceArray, grads: DeviceArray, *, is_cut: bool
@@ -159,12 +194,7 @@ class FusedSteps:
         found = shape.captured.get(key)
         if found is not None:
             return found
-        layout = self._model.layout
-        named = [
-            dict(zip((slot.name for slot in layout.slots), layout.views(cast(Array, one)), strict=True))
-            for one in (params, grads)
-        ]
-        shape.run.bind(*cast(list[dict[str, DeviceArray]], named))
+        self._bind(shape, params, grads)
         if not shape.has_run:
             return []
         if len(shape.captured) >= CAPTURES_MAX:

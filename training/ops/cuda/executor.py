@@ -21,6 +21,7 @@ import structlog
 from zbmd.training.ops.cuda.compiler import Compiler
 from zbmd.training.ops.cuda.device_array import Block, DeviceArray, Out, Pool
 from zbmd.training.ops.cuda.table import BY_NAME, PORTABLE, compile_source
+from zbmd.training.ops.cuda.timing import DEVICE_TO_HOST, HOST_TO_DEVICE, StepTimes, Timer
 from zbmd.transport.cuda.api import (
     CudaApi,
     CudaFault,
@@ -127,13 +128,8 @@ class Downloads:
         self._api.event_record(self._ordered, stream)
         self._api.stream_wait_event(self._stream, self._ordered)
 
-    def copy(self, array: DeviceArray, into: npt.NDArray[Any]) -> None:
-        """Copy, and return once it is done; no other stream waits."""
-        assert into.flags.c_contiguous and into.nbytes == array.nbytes
-        self.copy_from(array.address, into)
-
     def copy_from(self, address: int, into: npt.NDArray[Any]) -> None:
-        """As `copy`, of what lies at an address of the device."""
+        """Copy what lies at an address of the device, and return once it is done; no other stream waits."""
         data, api, waiting = into.reshape(-1).view(np.uint8), self._api, list[tuple[_Piece, Any]]()
         for start in range(0, data.nbytes, PIECE_BYTES):
             piece, part = self._pieces.take(), data[start : start + PIECE_BYTES]
@@ -150,6 +146,20 @@ class Downloads:
         part[:] = np.frombuffer(piece.memory, np.uint8)[: len(part)]
 
 
+class TimedDownloads(Downloads):
+    """Those of arrays, which are timed."""
+
+    def __init__(self, api: CudaApi, timer: Timer) -> None:
+        super().__init__(api)
+        self._timer = timer
+
+    def copy(self, array: DeviceArray, into: npt.NDArray[Any], *, of_step: StepTimes | None = None) -> None:
+        """Copy, and return once it is done; no other stream waits. of_step: times it, by default this one."""
+        assert into.flags.c_contiguous and into.nbytes == array.nbytes
+        with self._timer.copied(DEVICE_TO_HOST, array.nbytes, self._stream, of_step):
+            self.copy_from(array.address, into)
+
+
 @dataclass(slots=True)
 class Graph:
     """Work that was captured, and how many kernels are in it."""
@@ -161,17 +171,20 @@ class Graph:
 class Executor:
     """One device as the engine uses it. Launches come from one thread; downloads from any.
 
-    compile: makes the module of a source for an architecture. Raises `NoKernels` and `CudaFault`.
+    compile: makes the module of a source for an architecture. sharing: ranks that use the device. Raises
+    `NoKernels` and `CudaFault`.
     """
 
-    def __init__(self, api: CudaApi, *, compile: CompileSource = compiled_here) -> None:
+    def __init__(self, api: CudaApi, *, compile: CompileSource = compiled_here, sharing: int = 1) -> None:
         facts = api.facts()
         self.api: Final = api
         self.name: Final = facts.name
         self.architecture: Final = architecture_of(facts.compute_capability, facts.name)
         self.products: Final = "wgmma" if self.architecture == "sm_90a" else "matmul"
         """The kernels that multiply matrices."""
+        self.sharing: Final = sharing
         self.stream: Final = api.stream_create()
+        self.timer: Final = Timer(api, self.stream)
         self.launches = 0
         """Launches so far, of kernels and of graphs."""
         self.kernels = 0
@@ -191,7 +204,7 @@ class Executor:
         self._within = threading.local()
         """The pool of a thread's new arrays, if it has one: other threads reduce meanwhile."""
         self._up, self._uploading = _Pieces(api), threading.Lock()
-        self._down, self._downloading = Downloads(api), threading.Lock()
+        self._down, self._downloading = TimedDownloads(api, self.timer), threading.Lock()
         self.held_bytes = 0
         """Memory that was allocated, in use or kept."""
 
@@ -281,7 +294,7 @@ class Executor:
         data = np.ascontiguousarray(host, dtype=array.dtype).reshape(-1).view(np.uint8)
         assert data.nbytes == array.nbytes, f"{host.shape} was to be copied to {array.shape}"
         self._require_no_capture()
-        with self._uploading:
+        with self._uploading, self.timer.copied(HOST_TO_DEVICE, data.nbytes, self.stream):
             for start in range(0, data.nbytes, PIECE_BYTES):
                 piece, part = self._up.take(), data[start : start + PIECE_BYTES]
                 np.frombuffer(piece.memory, np.uint8)[: len(part)] = part

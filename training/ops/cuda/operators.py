@@ -7,7 +7,7 @@ Tokens and targets lie in host memory, and are copied as they are used. The nump
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import ClassVar, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,8 @@ class PendingLoss:
     weight: float
     shape: tuple[int, ...] = ()
     known: float | None = None
+    dtype: ClassVar[np.dtype[np.float32]] = np.dtype(np.float32)
+    nbytes: ClassVar[int] = dtype.itemsize
 
     def __float__(self) -> float:
         if self.known is None:

@@ -11,11 +11,13 @@ import numpy.typing as npt
 
 from zbmd.training.native._kernels import state_sum
 from zbmd.training.ops.cuda.device_array import SQUARES_BLOCK, DeviceArray, Out
-from zbmd.training.ops.cuda.executor import Downloads, Executor
+from zbmd.training.ops.cuda.executor import Executor, TimedDownloads
+from zbmd.training.ops.cuda.timing import HOST_TO_DEVICE, StepTimes
 from zbmd.transport.native._native import address_of
 
 SLOTS: Final = 2
 """The batch that kernels read, and the next."""
+Pairs = Sequence[tuple[DeviceArray, Any]]
 Write = Callable[[npt.NDArray[np.uint8]], None]
 
 
@@ -56,7 +58,8 @@ class UploadAhead:
         write(slot.host)
         if slot.was_taken:
             api.stream_wait_event(run.uploads, slot.taken)
-        api.memcpy_async(slot.device.address, address_of(slot.host), slot.device.nbytes, run.uploads)
+        with run.timer.copied(HOST_TO_DEVICE, slot.device.nbytes, run.uploads):
+            api.memcpy_async(slot.device.address, address_of(slot.host), slot.device.nbytes, run.uploads)
         api.event_record(slot.arrived, run.uploads)
         slot.key, slot.is_waiting, slot.was_used = key, True, True
 
@@ -102,7 +105,7 @@ class StateCopy:
     """
 
     def __init__(self, run: Executor) -> None:
-        self._run, self._downloads = run, Downloads(run.api)
+        self._run, self._downloads = run, TimedDownloads(run.api, run.timer)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-state")
         self._under_way: Future[int] | None = None
 
@@ -124,7 +127,9 @@ class StateCopy:
             sums.append(self._sums(array, first))
             first += array.size
         self._downloads.follow(self._run.stream)
-        self._under_way = self._pool.submit(self._copy, list(pairs), sums)
+        if (of_step := self._run.timer.step) is not None:
+            of_step.expect()
+        self._under_way = self._pool.submit(self._timed_copy, list(pairs), sums, of_step)
 
     def settle(self) -> int:
         """Return once the host has what was begun last, with its digest; 0 if nothing was. For any thread."""
@@ -137,14 +142,22 @@ class StateCopy:
         run.launch("state_sums", blocks, Out(sums), array, np.uint64(first), np.uint64(array.size))
         return sums
 
-    def _copy(self, pairs: Sequence[tuple[DeviceArray, Any]], sums: Sequence[DeviceArray]) -> int:
+    def _timed_copy(self, pairs: Pairs, sums: Sequence[DeviceArray], of_step: StepTimes | None) -> int:
+        """Copy. of_step: the step that has begun it, whose times have it, although it may be over."""
+        try:
+            return self._copy(pairs, sums, of_step)
+        finally:
+            if of_step is not None:
+                of_step.arrived()
+
+    def _copy(self, pairs: Pairs, sums: Sequence[DeviceArray], of_step: StepTimes | None) -> int:
         total = 0
         for one in sums:
             found = np.empty(one.shape, np.uint64)
-            self._downloads.copy(one, found)
+            self._downloads.copy(one, found, of_step=of_step)
             total += int(found.sum(dtype=np.uint64))
         for array, into in pairs:
-            self._downloads.copy(array, into)
+            self._downloads.copy(array, into, of_step=of_step)
         return total % (1 << 64)
 
 

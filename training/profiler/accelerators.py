@@ -16,7 +16,8 @@ from zbmd.transport.errors import UserError
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     """One accelerator. peak: dense FLOP/s by type. memory: bytes. bandwidth: of its memory, bytes a second.
 
-    link: to the others of its node, bytes a second in one direction. node: accelerators of a node.
+    link: to the others of its node, bytes a second in one direction. node: accelerators of a node. device: as
+    CUDA names the very model that the numbers are of; another model of the chip has other ones.
     """
 
     name: str
@@ -26,12 +27,14 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     link: float
     node: int
     source: str
+    device: str = ""
 
 
 _T, _GB = 1e12, 1e9
 _TABLE: Final = (
     Accelerator(
         name="A100",
+        device="NVIDIA A100-SXM4-80GB",
         peak={"fp32": 19.5 * _T, "tf32": 156 * _T, "bf16": 312 * _T},
         memory=80 * _GB,
         bandwidth=2_039 * _GB,
@@ -41,6 +44,7 @@ _TABLE: Final = (
     ),
     Accelerator(
         name="H100",
+        device="NVIDIA H100 80GB HBM3",
         peak={"fp32": 67 * _T, "tf32": 494.7 * _T, "bf16": 989.4 * _T, "fp8": 1_978.9 * _T},
         memory=80 * _GB,
         bandwidth=3_350 * _GB,
@@ -50,6 +54,7 @@ _TABLE: Final = (
     ),
     Accelerator(
         name="H200",
+        device="NVIDIA H200",
         peak={"fp32": 67 * _T, "tf32": 494.7 * _T, "bf16": 989.4 * _T, "fp8": 1_978.9 * _T},
         memory=141 * _GB,
         bandwidth=4_800 * _GB,
@@ -59,6 +64,7 @@ _TABLE: Final = (
     ),
     Accelerator(
         name="B200",
+        device="NVIDIA B200",
         peak={"fp32": 75 * _T, "tf32": 1_100 * _T, "bf16": 2_250 * _T, "fp8": 4_500 * _T},
         memory=180 * _GB,
         bandwidth=8_000 * _GB,
@@ -68,6 +74,7 @@ _TABLE: Final = (
     ),
     Accelerator(
         name="L4",
+        device="NVIDIA L4",
         peak={"fp32": 30.3 * _T, "tf32": 60 * _T, "bf16": 121 * _T, "fp8": 242.5 * _T},
         memory=24 * _GB,
         bandwidth=300 * _GB,
@@ -86,6 +93,11 @@ _TABLE: Final = (
     ),
 )
 ACCELERATORS: Final = {one.name.lower(): one for one in _TABLE}
+
+
+def of_device(name: str) -> Accelerator | None:
+    """Return the accelerator that CUDA calls so; None if the table does not have that very model."""
+    return next((one for one in _TABLE if one.device and one.device == name), None)
 
 
 def accelerator(name: str) -> Accelerator:

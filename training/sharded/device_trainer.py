@@ -17,6 +17,7 @@ import numpy as np
 
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array, to_host
+from zbmd.training.autograd.op_watch import watched
 from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, MeshGroups
 from zbmd.training.job.step_order import AllBegun, Computed, LateBegun, OrderedSteps
 from zbmd.training.model.gpt import Batch
@@ -160,14 +161,15 @@ class DeviceTrainer(ReplicatedTrainer):
         self._ready(self.slots[target])
         assert self._device_optimizer is not None, "a view has begun"
         with spans.OPTIMIZER:
-            self._device_optimizer.update(
-                self._held,
-                self._device(self.params),
-                self._device(self._total),
-                step=self.step,
-                learning_rate=self.recipe.learning_rate(self.step),
-                grad_scale=clip_scale(made.norm, limit=config.clip_norm),
-            )
+            with watched("update", *cast(list[Array], self._held), self.params, self._total):
+                self._device_optimizer.update(
+                    self._held,
+                    self._device(self.params),
+                    self._device(self._total),
+                    step=self.step,
+                    learning_rate=self.recipe.learning_rate(self.step),
+                    grad_scale=clip_scale(made.norm, limit=config.clip_norm),
+                )
             into = self._state_in(target)
             self._copy.begin(
                 [(array, getattr(into, name)) for name, array in zip(self._arrays, self._held, strict=True)]

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.op_watch import watched
 from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
@@ -70,15 +71,17 @@ class DeviceZeroRank(ZeroRank):
 
     def _write(self, target: int, *, step: int, learning_rate: float, grad_scale: float) -> None:
         self._copy.settle()  # the vote did, unless there is none
-        for number, unit in enumerate(self.shards.units):
-            self._optimizers[number].update(
-                [array[unit.in_shard] for array in self._arrays],
-                _device(self._parts[number]),
-                _device(self._grad_parts[number]),
-                step=step,
-                learning_rate=learning_rate,
-                grad_scale=grad_scale,
-            )
+        arrays = [cast(Array, array) for array in self._arrays]
+        with watched("update", *arrays, *self._parts.values(), *self._grad_parts.values()):
+            for number, unit in enumerate(self.shards.units):
+                self._optimizers[number].update(
+                    [array[unit.in_shard] for array in self._arrays],
+                    _device(self._parts[number]),
+                    _device(self._grad_parts[number]),
+                    step=step,
+                    learning_rate=learning_rate,
+                    grad_scale=grad_scale,
+                )
         into = self._state_in(target)
         self._copy.begin(
             [(array, getattr(into, name)) for name, array in zip(self.arrays, self._arrays, strict=True)]

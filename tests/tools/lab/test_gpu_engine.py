@@ -24,6 +24,8 @@ def test_gradients_and_graphs_pass_on_the_model() -> None:
     assert engine.graph(run, 64, launches=5).startswith("5 launches: ")
     told = engine.fused(run, MODEL)
     assert re.search(r"same bits when replayed; tape \d\d launches, .*; fused 1 launches", told), told
+    with pytest.raises(UserError, match=r"tape: ops took .* of their steps"):
+        engine.op_times(run, MODEL, sequences=1, steps=3)  # the model's clock is not the host's
     assert overlap.state(run, 40_000).startswith("0 MiB with the device's digest; ")
     assert overlap.uploads(run, MODEL).startswith("12 batches, the same bits; ")
 

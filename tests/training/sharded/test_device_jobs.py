@@ -16,6 +16,7 @@ from programs.training import modelled_gpu
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.tools.chaos.small_job import ended_within, write_text
+from zbmd.tools.telemetry.ingest import RunDatabase
 from zbmd.training.checkpoint.sharded import load_trained
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.records import METRICS_NAME
@@ -62,6 +63,22 @@ def _run(
     return ended.exit_code, results[-1] if results else {}, list(output.lines)
 
 
+def _check_profile(out: Path) -> None:
+    """Both ranks have the times of the device for the ops of the last step, its copies and the update."""
+    with RunDatabase(out) as database:
+        database.update()
+        rows = database.connection.execute(
+            "SELECT rank, op, pass, execute_ns, enqueue_ns, flops FROM op_profile WHERE kind = 'op'"
+        ).fetchall()
+        assert database.connection.execute("SELECT min(flops) FROM step_timing").fetchone() > (0,)
+    for rank in range(2):
+        own = [row[1:] for row in rows if row[0] == rank]
+        assert {"host_to_device", "device_to_host", "attention", "update"} <= {row[0] for row in own}
+        products = [row for row in own if row[4]]
+        assert {row[1] for row in products} == {"forward", "backward"}
+        assert all(row[2] > 0 and row[3] > 0 for row in products)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "text")
@@ -73,13 +90,16 @@ def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, t
     A device error costs the process, as CUDA demands; its replacement goes on, on another GPU, with the same
     bits.
     """
-    code, found, lines = _run(_options(tmp_path / "cuda", data), 2)
+    code, found, lines = _run(_options(tmp_path / "cuda", data, profile_ops=STEPS), 2)
     assert code == 0 and found, lines
+    _check_profile(tmp_path / "cuda")
     for rank in range(2):
         assert any(f"rank {rank}: device cuda:{rank} (Modelled GPU" in line for line in lines), lines
     rows = [msgspec.json.decode(row) for row in (tmp_path / "cuda" / METRICS_NAME).read_bytes().splitlines()]
     counted = [(row["launches"], row["kernels"]) for row in rows if row.get("step", 0) > 1 and "loss" in row]
-    assert counted and all(4 * launches < kernels for launches, kernels in counted), "graphs are replayed"
+    *replayed, sampled = counted
+    assert replayed and all(4 * launches < kernels for launches, kernels in replayed), "graphs are replayed"
+    assert sampled[0] == sampled[1], "a step whose ops are sampled launches each kernel"
     expected = run_plain(_options(tmp_path / "cpu", data, device="cpu", plain=True))
     assert abs(expected.loss_last - found["loss_last"]) < 5e-3
     assert abs(expected.held_out_loss - found["held_out_loss"]) < 5e-3
@@ -99,12 +119,16 @@ def test_gpus_that_reach_each_other_exchange_directly_also_after_a_death(data: P
     assert code == 0, lines
     reaching = {modelled_gpu.SHARES_VARIABLE: "1", faults.FAULT_VARIABLE: "rank1:zero.updated:2"}
     code, found, lines = _run(
-        _options(tmp_path / "two", data, zero=3, **given), 2, restarts=2, environment=reaching
+        _options(tmp_path / "two", data, zero=3, profile_ops=1, **given), 2, restarts=2, environment=reaching
     )
     assert code == 0, lines
     told = [line for line in lines if "between devices: " in line]
     assert told and all("dp: direct, 2 ranks on 2 devices" in line for line in told), told
     assert found["weights_sha256"] == calm["weights_sha256"]
+    with RunDatabase(tmp_path / "two") as database:
+        database.update()
+        asked = "SELECT count(*) FROM op_profile WHERE op = 'update' AND execute_ns > 0 AND rank = ?"
+        assert all(database.connection.execute(asked, (rank,)).fetchone() > (0,) for rank in range(2))
 
 
 def test_a_gpu_that_is_too_small_ends_the_job_before_it_begins(data: Path, tmp_path: Path) -> None:

@@ -494,6 +494,12 @@ CHECKS: Final = (
         run=lambda: engine.fused(engine.on_gpu()),
     ),
     Check(
+        name="engine, op times",
+        needs=Needs(),
+        would="sample the ops of steps by CUDA events, and compare their sum with the steps' time",
+        run=lambda: engine.op_times(engine.on_gpu()),
+    ),
+    Check(
         name="engine, uploads",
         needs=Needs(),
         would="upload batches beside the step before them, and compare the bits",

@@ -27,6 +27,9 @@ from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.module import DeviceModule
+from zbmd.training.profiler.lines import OpRow, read_profiles
+from zbmd.training.profiler.operations import COPY
+from zbmd.training.profiler.profiler import open_profiler
 from zbmd.training.sharded.options import StepGraph, TrainOptions
 from zbmd.transport import kill_points as faults
 from zbmd.transport.cuda.runtime import runtime_of_device
@@ -37,6 +40,10 @@ SMALL: Final = GPTConfig(context=128, width=256, heads=4, layers=2)
 ERROR_MOST: Final = 0.04
 """Of a parameter's gradient, in its norm: activations are bf16."""
 TIMED: Final = 20
+WARM_UP: Final = 2
+"""Steps that load kernels and allocate."""
+OWN_LEAST: Final = 0.6
+"""Of a step's time, that of its ops on the device."""
 JOB: Final = "zbmd.training.sharded"
 JOB_S_MAX: Final = 300.0
 STEPS: Final = 20
@@ -142,6 +149,50 @@ def fused(run: Executor, config: GPTConfig = SMALL) -> str:
         for side in range(2)
     ]
     return f"within {error:.1e} of the tape, the same bits when replayed; tape {took[0]}; fused {took[1]}"
+
+
+def op_times(run: Executor, config: GPTConfig = SMALL, *, sequences: int = 8, steps: int = TIMED) -> str:
+    """Sample the ops of steps, of tapes and of fused graphs; compare their sum with the steps' time.
+
+    Raises `UserError` if ops take longer than their step, or less than `OWN_LEAST` of it.
+    """
+    found = list[str]()
+    for name in ("tape", "fused"):
+        model = GPT(config, xp=DeviceModule(run))
+        model.whole_step = FusedSteps(model, run) if name == "fused" else None
+        given: Any = run.upload(model.init(0).astype(bfloat16()))
+        room: Any = run.zeros(model.layout.size, bfloat16())
+        tokens = np.random.default_rng(0).integers(0, config.vocabulary, (sequences, config.context + 1))
+        took_ns = list[int]()
+        with tempfile.TemporaryDirectory() as folder:
+            profiler = open_profiler(
+                Path(folder), model, sequences=sequences, ops_every=1, executor=run, environ={}
+            )
+            with profiler, profiler.recording():
+                for step in range(steps):
+                    profiler.begin_step(step)
+                    run.api.stream_synchronize(run.stream)
+                    started_ns = now_ns()
+                    with profiler.operations():
+                        model.loss_and_grads(given, room, tokens, global_batch=sequences)
+                    run.api.stream_synchronize(run.stream)
+                    took_ns.append(now_ns() - started_ns)
+            lines = [line for life in read_profiles(Path(folder)) for line in life.ops]
+        own_ns = [sum(row.execute_ns for row in line.ops if not _runs_beside(row)) for line in lines]
+        shares = [own / took for own, took in zip(own_ns, took_ns, strict=True)][WARM_UP:]
+        if not min(shares) >= OWN_LEAST or not max(shares) <= 1.0:
+            raise UserError(f"{name}: ops took {min(shares):.0%} to {max(shares):.0%} of their steps")
+        asked = statistics.median(sum(row.enqueue_ns for row in line.ops) for line in lines) / 1e3
+        found.append(
+            f"{name}: ops took {statistics.median(shares):.0%} of a step of "
+            f"{statistics.median(took_ns) / 1e3:.0f} µs, and {asked:.0f} µs to ask for"
+        )
+    return "; ".join(found)
+
+
+def _runs_beside(row: OpRow) -> bool:
+    """Return whether it may be on another stream than the one that computes."""
+    return row.which == COPY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

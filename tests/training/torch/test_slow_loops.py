@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import re
 from collections.abc import AsyncGenerator
@@ -15,12 +16,14 @@ import pytest
 from programs import PROGRAMS
 from support.jobs.resilient_loops import PRELOAD
 from support.jobs.slowed import injected
+from support.netns import netns
 from support.processes.kept_lines import Lines
 from support.processes.polling import until
 from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
+from zbmd.tools.lab.hosts.netns import Lab
 from zbmd.tools.telemetry.ingest import RunDatabase
 from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS
 from zbmd.training.profiler.lines import read_profiles
@@ -33,6 +36,7 @@ slow: Any = importlib.import_module("zbmd.training.torch.durable.slow_ranks")
 
 PROGRAM = str(PROGRAMS / "tools/even_loop.py")
 KNOWN_STEPS = 40
+HOSTS, DELAY_MS, READ_S = 3, 20.0, 300.0
 
 
 class Loop:
@@ -104,6 +108,22 @@ async def test_a_slow_rank_of_a_loop_is_replaced_once(
         await loop.until(r"step \d+ loss", first)
         await until(lambda: loop.run.done() or max_incarnation(out) == 2)
         assert not loop.run.done(), "\n".join(loop.output.lines)
+
+
+@pytest.mark.slow
+def test_a_host_of_a_loop_behind_a_slow_cable_is_named_for_its_link(tmp_path: Path) -> None:
+    """Its peers' acknowledgements of each other wait for it, too, and do not hide it."""
+    netns.require_lab()
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Lab(HOSTS, shaped=True))
+        job = ("--recovery-budget", "1min", PROGRAM, str(tmp_path / "out"), "100000", "warn")
+        nodes = [
+            stack.enter_context(netns.run_node(lab, host, *job, nnodes=str(HOSTS), timeout_s=READ_S))
+            for host in lab.hosts
+        ]
+        nodes[0].until(rf"step {KNOWN_STEPS} loss")
+        lab.hosts[1].shape(delay_ms=DELAY_MS)
+        nodes[0].until(r"rank 1 is slow: .* cause link: its connections' round trips take \d+ us")
 
 
 def max_incarnation(out: Path) -> int:

@@ -1,10 +1,11 @@
 """Checkpoints of a run, written beside the steps that follow them: drives `checkpoint.saving`.
 
-The slot of a version is as it was until the second step after it. Beside the next step what this rank is to
-write is copied, by the snapshot process of its host, which then writes it (`checkpoint.held`), or, where one
-of the ranks has none, by a thread of the rank, and written by another one (`checkpoint.writer`). The step
-after that waits for this copy alone. Votes of steps carry how far each rank has come, and whether all have a
-snapshot process.
+The slot of a version is as it was until the update of the second step after it. Until then what this rank is
+to write is copied, by the snapshot process of its host, which then writes it (`checkpoint.held`), or, where
+one of the ranks has none, by a thread of the rank, and written by another one (`checkpoint.writer`). That
+update waits for this copy alone: an update reads and writes all of the state, as a copy does, so a copy has
+the time of at least two. Votes of steps carry how far each rank has come, and whether all have a snapshot
+process.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ class Checkpoints:
 
     def _begin(self, world: Group, version: Version, *, due: bool, held: bool) -> None:
         number = version.number
+        if self._writer.machine.pending is None:
+            self._stage()  # one that was dropped may still be copied
         if not self._writer.reached(number, due=due):
             return
         self._pacing.begun(number)

@@ -337,6 +337,7 @@ class Job(Generic[ResultT]):
                 known=known,
                 on_update=self._results.keep,
                 on_commit=self._committed,
+                on_overwrite=self._staged,
                 note=self._task.row.encoded,
                 resize=self._refiled if self._task.resizes else None,
                 on_found=self._take_notes,
@@ -353,6 +354,7 @@ class Job(Generic[ResultT]):
             known=known,
             on_update=self._results.keep,
             on_commit=self._committed,
+            on_overwrite=self._staged,
             kept=None if trainer.kept is None else self._kept_state(trainer.kept),
             resize=self._resized if self._task.resizes else None,
             on_found=self._take_notes,
@@ -395,14 +397,11 @@ class Job(Generic[ResultT]):
                 faults.hit(BEGIN_POINT)
                 self._begin_step(profiler, trainer)
                 self._ask(keeper, trainer.step + 1)
-                keeper.begin_step()
                 with profiler.operations():
                     trainer.run_step(keeper)
                 self._slow.stepped(groups, trainer, profiler)
                 profiler.held(trainer.held_most)
                 agreed = keeper.agreed
-                with spans.CHECKPOINT:
-                    self._checkpoints.staged()
                 self._checkpoints.voted(agreed)
                 self._reached(groups.world, trainer, keeper, agreed.wishes)
                 with self._asking:
@@ -420,6 +419,10 @@ class Job(Generic[ResultT]):
         faults.hit(PARTED_POINT)
         self._remove_state()
         return JobEnd(result)
+
+    def _staged(self) -> None:
+        with spans.CHECKPOINT:
+            self._checkpoints.staged()
 
     def _begin_step(self, profiler: Profiler, trainer: Trainer) -> None:
         self._tell(profiler, line := profiler.begin_step(trainer.step + 1))

@@ -3,8 +3,8 @@
 A trainer computes the gradient and the update as it likes. The moments at which others learn of them, and at
 which the hook is called, are the same for all: redundancy and the commit log depend on that.
 
-    the hook applies first     gradient ─▶ update beside ─▶ prepared ─▶ results and votes ─▶ committed
-    otherwise                  gradient ─▶ results and votes ─▶ update
+    the hook applies first   gradient ─▶ overwrites ─▶ update ─▶ prepared ─▶ results and votes ─▶ committed
+    otherwise                gradient ─▶ results and votes ─▶ overwrites ─▶ update
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ class OrderedSteps(Trainer):
     def _in_order(self, watch: StepHook, made: Computed) -> StepResult:
         self._begun.wait()
         if watch.applies_first:
+            watch.overwrites()
             self._update(made)
             watch.prepared()
             votes = self._vote()
@@ -159,6 +160,7 @@ class OrderedSteps(Trainer):
             if self._told is None:
                 self._share()
             done = self._result(made)
+            watch.overwrites()
             self._update(made)
             watch.updated(done)
         self.step = done.version

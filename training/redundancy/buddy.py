@@ -144,8 +144,7 @@ class BuddyReplica(RedundancyDriver):
     `resize`: if the state is recut for another number of ranks, makes the memory for this rank's part of
     it, and for copies, in the place of `own`, and says whether it outlives this rank; what it held is let go
     of, or read by peers for a while. `on_found`: is given what dead ranks have left of such a state.
-    `on_update`: called with each step whose update is done here; `on_commit`: with each version that is safe,
-    and its digests.
+    `on_update`, `on_commit`, `on_overwrite`: as of `RedundancyDriver`.
     """
 
     def __init__(
@@ -160,6 +159,7 @@ class BuddyReplica(RedundancyDriver):
         replicas: bool = False,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
+        on_overwrite: Callable[[], None] = lambda: None,
         kept: KeptState | None = None,
         resize: Callable[[], tuple[ResizableState, Sequence[Array], KeptState | None]] | None = None,
         on_found: Callable[[StampedSlots], None] = lambda _: None,
@@ -185,7 +185,15 @@ class BuddyReplica(RedundancyDriver):
             machine = ResizingMirror(
                 place=place, ranks=ranks, known=known, first=own.first, own=held, made=made
             )
-        super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
+        super().__init__(
+            worker,
+            own,
+            machine,
+            outlives=False,
+            on_update=on_update,
+            on_commit=on_commit,
+            on_overwrite=on_overwrite,
+        )
         self._worker = worker
         self._digest = own.digest_of if isinstance(own, DeviceState) and resize is None else digest_of
         """Of what is voted for; stamps have `stamped.digest_of`."""
@@ -364,12 +372,10 @@ class BuddyReplica(RedundancyDriver):
         super().updated(done)
 
     def voted(self, votes: Sequence[Vote]) -> None:
-        """See `StepHook`. The update that follows a vote overwrites the slot before: it is incomplete."""
+        """See `StepHook`."""
         super().voted(votes)
         if self._kept is not None:
             self._kept.note_record()
-            if not self.applies_first:
-                self._kept.slots.begin((self._machine.version + 1) % zm.SLOTS)
             if self._orphans:
                 self._drop_orphans(self._kept.slots.made)
 
@@ -381,14 +387,12 @@ class BuddyReplica(RedundancyDriver):
         self._predecessors = [one for one in self._predecessors or () if one.made >= made]
         self._orphans = ()
 
-    def begin_step(self) -> None:
-        """See `Redundancy`. Among replicas the other slot is written before the next vote."""
-        if self._kept is not None and self.applies_first:
-            self._kept.slots.begin((self._machine.version + 1) % zm.SLOTS)
+    def _begin_slot(self, slot: int) -> None:
+        if self._kept is not None:
+            self._kept.slots.begin(slot)
 
     def _start_anew(self) -> None:
-        if self._kept is not None:
-            self._kept.slots.begin(self._own.first % zm.SLOTS)
+        self._begin_slot(self._own.first % zm.SLOTS)
         super()._start_anew()
 
     def _start_copy(self, work: zm.CopyWard) -> None:
@@ -397,8 +401,7 @@ class BuddyReplica(RedundancyDriver):
     def _restore(self, version: int, source: zm.Source) -> zm.Restored:
         faults.hit(RESTORE_POINT)
         into = self._own.slots[version % zm.SLOTS]
-        if self._kept is not None:
-            self._kept.slots.begin(version % zm.SLOTS)
+        self._begin_slot(version % zm.SLOTS)
         handle = self._rows[source.place].handles[source.slot + (0 if source.own else zm.SLOTS)]
         self._pull(source.place, handle, into, middle=RESTORE_MIDDLE_POINT)
         faults.hit(RESTORED_POINT)
@@ -438,8 +441,7 @@ class BuddyReplica(RedundancyDriver):
         arena.ready(into)
         slot, meeting = work.version % SLOTS, self._meeting
         assert meeting is not None, "it is recut as its ranks meet"
-        if self._kept is not None:
-            self._kept.slots.begin(slot)
+        self._begin_slot(slot)
         into[:] = 0
         wanted = own.reshard(len(work.sources))
         meeting.read(work.sources, wanted, into, _not_sent)

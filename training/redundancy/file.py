@@ -71,6 +71,7 @@ class FileRedundancy(RedundancyDriver):
         known: int,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
+        on_overwrite: Callable[[], None] = lambda: None,
         note: Callable[[Any], Note],
         resize: Callable[[], tuple[ResizableState, StateFile]] | None = None,
         on_found: Callable[[StampedSlots], None] = lambda _: None,
@@ -90,7 +91,15 @@ class FileRedundancy(RedundancyDriver):
             )
         else:
             machine = ResizingMirror(place=place, ranks=ranks, known=known, first=own.first, outlives=True)
-        super().__init__(worker, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
+        super().__init__(
+            worker,
+            own,
+            machine,
+            outlives=True,
+            on_update=on_update,
+            on_commit=on_commit,
+            on_overwrite=on_overwrite,
+        )
         self._worker = worker
 
     def meet(
@@ -218,13 +227,15 @@ class FileRedundancy(RedundancyDriver):
         return self.asked.vote(digest, digest)
 
     def voted(self, votes: Sequence[Vote]) -> None:
-        """See `StepHook`. An update follows, so the slot that it overwrites is no longer complete."""
+        """See `StepHook`."""
         super().voted(votes)
         orphans, self._orphans = self._orphans, []
         for one in orphans:  # a version is committed without them
             if one.made < self._file.made:
                 one.release()
-        self._file.begin((self._machine.version + 1) % zm.SLOTS)
+
+    def _begin_slot(self, slot: int) -> None:
+        self._file.begin(slot)
 
     def updated(self, done: Any) -> None:
         """See `StepHook`."""

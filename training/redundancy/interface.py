@@ -276,13 +276,6 @@ class Redundancy(StepHook, Protocol):
         """
         ...
 
-    def begin_step(self) -> None:
-        """Note that a step begins, which overwrites the slot of the version before the last one.
-
-        Until then both versions are whole.
-        """
-        return
-
     def epoch_over(self) -> None:
         """Return once nothing of this epoch is running."""
         ...
@@ -302,7 +295,8 @@ class RedundancyDriver(Redundancy):
     """The common part of the machine's drivers: its votes, its commits, and its failures.
 
     `on_update`: called with each step whose update is done here; `on_commit`: with each version that is safe,
-    and its digests. `outlives`: as of `Mirror`.
+    and its digests. `on_overwrite`: called before a slot is written again, returns once nobody else reads it.
+    `outlives`: as of `Mirror`.
     """
 
     def __init__(
@@ -314,6 +308,7 @@ class RedundancyDriver(Redundancy):
         outlives: bool,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
+        on_overwrite: Callable[[], None],
     ) -> None:
         if len(own.slots) != zm.SLOTS:
             raise LocalProtocolError(f"expected {zm.SLOTS} slots of state")
@@ -328,7 +323,7 @@ class RedundancyDriver(Redundancy):
                 self._tap = captured_machine(worker, CODED_MIRROR, "mirror", machine, coded_config(machine))
             else:
                 self._tap = captured_machine(worker, MIRROR, "mirror", machine, config)
-        self._on_update, self._on_commit = on_update, on_commit
+        self._on_update, self._on_commit, self._on_overwrite = on_update, on_commit, on_overwrite
         self.applies_first, self.is_copied = self._machine.applies_first, self._machine.copied
         self.asked, self.agreed = Agenda(), Agenda()
         self._group: Group | None = None
@@ -357,6 +352,11 @@ class RedundancyDriver(Redundancy):
         """See `StepHook`."""
         self._tap.mark(version + 1)
         self._keep(version)
+
+    def overwrites(self) -> None:
+        """See `StepHook`. Until here both versions are whole."""
+        self._on_overwrite()
+        self._begin_slot((self._machine.version + 1) % zm.SLOTS)
 
     def prepared(self) -> None:
         """See `StepHook`."""
@@ -413,6 +413,10 @@ class RedundancyDriver(Redundancy):
 
     def _start_anew(self) -> None:
         self._own.begin_anew()
+
+    @abstractmethod
+    def _begin_slot(self, slot: int) -> None:
+        """Mark a slot as incomplete, where it outlives this rank."""
 
     @abstractmethod
     def _keep(self, version: int) -> None:

@@ -43,6 +43,7 @@ DATA_ONLY_SHARE = 0.4
 SHARDED_SHARE = 0.25
 FILES_SHARE = 0.15
 KEPT_SHARE = 0.3
+SAVING_SHARE = 0.2
 HOSTS_SHARE = 0.4
 TALKS_SHARE = 0.2
 RESUMED_SHARE = 0.2
@@ -80,6 +81,7 @@ def draw_options(
             for _ in range(signals)
         ),
         kept=rng.random() < KEPT_SHARE,
+        saving=rng.random() < SAVING_SHARE,
     )
 
 

@@ -39,6 +39,8 @@ WHOLE_SHARE = 0.3
 """The share of copies that are whole, of those that were under way when an epoch ended."""
 CORRUPTED_SHARE = 0.2
 """The share of copies and updates in which memory errs, in a run where it does."""
+SAVED_SHARE = 0.5
+"""The share of versions that are copied for a checkpoint, in a run where some are."""
 
 BITS = 32
 
@@ -63,13 +65,14 @@ class RankProcess(MeetingProcess):
         self.copying: zm.CopyWard | None = None
         self.reading: tuple[Cells, int, int] | None = None
         """The memory that is being read, the cell in it, and its digest."""
+        self.saving: tuple[Cells, int, int] | None = None
+        """The same of the slot that is being copied for a checkpoint."""
 
     def check_invariants(self) -> None:
         """The machine's own, and: what is being read does not change."""
         if (machine := self.resizing or self.machine) is not None:
             machine.check_invariants()
-        if self.reading is not None:
-            cells, cell, digest = self.reading
+        for cells, cell, digest in filter(None, (self.reading, self.saving)):
             assert cells.digest(cell) == digest, f"{self.member}: the slot being read has changed"
 
     # ---- epochs; see `through_epochs` and `zbmd.training.job.job.Job`
@@ -117,6 +120,7 @@ class RankProcess(MeetingProcess):
         if self.copying is not None:
             yield False
             self._end_copy(whole=self.rng.random() < WHOLE_SHARE)
+        yield from self._staged()  # what follows may write any slot
         self.reading = None
         machine = self.machine
         if machine is not None and machine.state is not zm.State.FAILED:
@@ -301,8 +305,6 @@ class RankProcess(MeetingProcess):
                 assert right or world.corrupted, f"it goes on from {version}, which it does not hold"
                 if self.results.result(version + 1) is not None:
                     world.ways.add("rolls back")
-                if world.options.replicas:
-                    self._unstamp(version + 1)
             case zm.Fail(lost=True, reason=reason):
                 world.check_lost(known, self._everyone)
                 world.state_lost, world.reason = True, reason
@@ -404,6 +406,8 @@ class RankProcess(MeetingProcess):
 
     def _update(self, order: StepOrder) -> Moves:
         slot = order.version % SLOTS
+        yield from self._staged()
+        self._unstamp(order.version)
         self.cells.tear(slot)
         yield False
         if self.world.options.talks:
@@ -482,7 +486,6 @@ class RankProcess(MeetingProcess):
         self._remove_orphans()
         if (kept := self._kept) is not None:
             kept.record = self.results.share().tolist()
-            self._unstamp(self._mirror.version + 1)
 
     def _committed(self, version: int, digests: tuple[int, ...]) -> None:
         world, members = self.world, self._members
@@ -528,6 +531,17 @@ class RankProcess(MeetingProcess):
                 assert world.corrupted or world.holds(member, version % SLOTS, own, version)
             world.saved = max(world.saved, version)
             world.ways.add("saves")
+
+        elif world.options.saving and self.saving is None and self.rng.random() < SAVED_SHARE:
+            slot = version % SLOTS
+            self.saving = self.cells, slot, self.cells.digest(slot)
+
+    def _staged(self) -> Moves:
+        """Wait until a slot is copied for a checkpoint: it may be written then; see `Checkpoints.staged`."""
+        if self.saving is not None:
+            yield False
+            self.saving = None
+            self.world.ways.add("waits for a copy")
 
     def _agree_on_log(self, version: int) -> Moves:
         every = yield from self._together("share", self.results.go_on_from(version), meeting=True)

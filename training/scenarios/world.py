@@ -74,7 +74,8 @@ class CommitOptions(JobOptions):
     mesh: of `zbmd train`, "": dp. beside: replicas vote for a version beside the step after it. sharded: each
     rank alone holds its shard, as under ZeRO. files: the state is in files, which outlive their ranks. kept:
     it is in memory that outlives them. talks: the optimizer has an operation in its update, as Muon has.
-    corrupting: memory errs now and then, where a vote or a digest must notice it.
+    corrupting: memory errs now and then, where a vote or a digest must notice it. saving: a slot is copied
+    for a checkpoint now and then, beside the steps that follow.
     """
 
     mesh: str = ""
@@ -85,6 +86,7 @@ class CommitOptions(JobOptions):
     talks: bool = False
     beside: bool = False
     corrupting: bool = False
+    saving: bool = False
     first: int = 0
     asked: tuple[Asked, ...] = ()
 

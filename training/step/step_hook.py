@@ -18,9 +18,9 @@ Vote = NDArray[np.uint64]
 class StepHook(Protocol):
     """Watches steps, to keep a replica of a rank's state. Called on the thread that trains.
 
-    A step calls `all_hold`, `vote`, `voted`, updates the state, and calls `updated`. If the hook
-    `applies_first`, it updates the state beside the one in use, and calls `prepared`, `vote`, `updated`,
-    `voted`.
+    A step calls `all_hold`, `vote`, `voted`, `overwrites`, updates the state, and calls `updated`. If the
+    hook `applies_first`, it calls `overwrites`, updates the state beside the one in use, and calls
+    `prepared`, `vote`, `updated`, `voted`.
     """
 
     applies_first: bool
@@ -30,6 +30,10 @@ class StepHook(Protocol):
 
     def all_hold(self, version: int) -> None:
         """Note that every rank holds `version` now; no rank changes its state before it has `voted`."""
+        ...
+
+    def overwrites(self) -> None:
+        """Return once the slot that is not in use may be written: the update does so next."""
         ...
 
     def prepared(self) -> None:
@@ -55,6 +59,9 @@ class _NoHook(StepHook):
     applies_first = is_copied = False
 
     def all_hold(self, version: int) -> None:
+        """Do nothing."""
+
+    def overwrites(self) -> None:
         """Do nothing."""
 
     def prepared(self) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from zbmd.collectives.scenarios.hosted_job import draw_kills, names_of
 from zbmd.tools.entry.zbmd import main
 from zbmd.training.scenarios.commit import CommitScenario, build
+from zbmd.training.scenarios.grouped_process import Moves
+from zbmd.training.scenarios.rank import RankProcess
 from zbmd.training.scenarios.world import CommitOptions
 from zbmd.transport.sim import (
     Crash,
@@ -29,7 +31,7 @@ from zbmd.transport.sim import (
 OFTEN = 2
 WAYS = (
     *("replicas", "files", "buddies", "equal keys beside buddies", "pulls", "rolls back", "follows", "waits"),
-    *("is recut", "reshards", "is a spare"),
+    *("is recut", "reshards", "is a spare", "waits for a copy"),
     *("saves", "stops", "logs for another", "shrinks", "is lost", "is stranded", "noticed", "finished"),
 )
 OPTIONS = CommitOptions(world_size=2, steps=1, kills=0)
@@ -168,6 +170,21 @@ def test_every_second_kill_during_a_recovery(sharded: bool) -> None:
         simulation.run(until=partial(getattr, world, "is_over"))
         if not world.state_lost or not sharded:  # a rank and its buddy may be lost at once
             assert set(world.ended.values()) == {options.last}, point
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_update_that_does_not_wait_for_the_copy_of_a_checkpoint_is_found(
+    sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = CommitOptions(world_size=3, steps=6, sharded=sharded, saving=True)
+    build(7, options)[0].run()
+
+    def staged(self: RankProcess) -> Moves:
+        yield from ()
+
+    monkeypatch.setattr(RankProcess, "_staged", staged)
+    with pytest.raises(Exception, match="the slot being read has changed"):
+        build(7, options)[0].run()
 
 
 FOUND = [

@@ -281,8 +281,7 @@ class CodedReplica(BuddyReplica):
         faults.hit(RESTORE_POINT)
         chosen, me = work.chosen, self._coded.place
         slot = chosen.version % SLOTS
-        if self._kept is not None:
-            self._kept.slots.begin(slot)
+        self._begin_slot(slot)
         group = next(one for one in chosen.groups if me in one.members)
         shard = self._own.slots[slot]
         self._worker.segment.arena.ready(shard)

@@ -6,6 +6,8 @@ one thread, written by another: a step that waits for a copy does not wait for t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -34,18 +36,39 @@ from zbmd.transport.native._native import now_ns
 STAGED_POINT: Final = faults.declare(
     "shards.staged", "when what a rank writes is copied, before it is written"
 )
+YIELDING: Final = 10
+"""Added to the nice value of a thread that yields: it has a tenth of the share of a rank's, so that it takes
+5 % of the two processors of two ranks, and still goes on beside other busy processes."""
+NICE_MAX: Final = 19
 Told: TypeAlias = saving.TellFailure | saving.TellSuccess | saving.TellDamage
 
 
 class WriterThreads:
-    """A thread that copies, and one that writes. close: ends them, once they have nothing to do."""
+    """Threads that copy, one for each of `copiers`, and one that writes.
 
-    def __init__(self) -> None:
-        self.copier = ThreadPoolExecutor(1, "zbmd-checkpoint-copy")
-        self.writer = ThreadPoolExecutor(1, "zbmd-checkpoint")
+    yields: whether that one leaves the processors to ranks, which never wait for it before `hurry`. Not in a
+    process of a rank: the interpreter would wait for a thread that does not run.
+    """
+
+    def __init__(self, *, copiers: int = 1, yields: bool = False) -> None:
+        self.copier = ThreadPoolExecutor(copiers, "zbmd-checkpoint-copy")
+        self.writer = ThreadPoolExecutor(1, "zbmd-checkpoint", initializer=self._began)
+        self._yields, self._writing, self._nice = yields, 0, 0
+
+    def _began(self) -> None:
+        self._writing = threading.get_native_id()
+        self._nice = os.getpriority(os.PRIO_PROCESS, self._writing)
+        self.hurry(False)
+
+    def hurry(self, hurried: bool = True) -> None:
+        """Have the thread that writes run as others do, as far as this process may, or yield again."""
+        if self._yields and self._writing:
+            nice = self._nice if hurried else min(self._nice + YIELDING, NICE_MAX)
+            with contextlib.suppress(OSError):  # without RLIMIT_NICE; ranks that wait leave it the processors
+                os.setpriority(os.PRIO_PROCESS, self._writing, nice)
 
     def close(self) -> None:
-        """Wait for the threads. Idempotent."""
+        """Wait for the threads, once they have nothing to do. Idempotent."""
         self.copier.shutdown()
         self.writer.shutdown()
 
@@ -177,6 +200,7 @@ class CheckpointWriter:
     def _write(self, begun: Begun, at_ns: int) -> None:
         if not self._is_time(begun, at_ns):
             return
+        wait(begun.shards.values())  # steps wait for copies: nothing is to run beside these
         for place, copied in begun.shards.items():
             if place in begun.headers:
                 continue

@@ -59,6 +59,8 @@ WAITING_MAX: Final = 2
 """Of one rank: shards that are not ended. Ranks begin one checkpoint at a time, but for a new view."""
 READ_BYTES: Final = 64 << 20
 """Of one read: the kernel returns at most 2 GiB."""
+COPIERS_MAX: Final = 4
+"""Threads that copy: a few have all of the memory's bandwidth."""
 COUNTER: Final = 8
 
 
@@ -87,7 +89,9 @@ class HeldCheckpoints:
     """See the module. A `HolderWork`."""
 
     def __init__(self, held: HeldMemory) -> None:
-        self._held, self._threads, self._lock = held, WriterThreads(), threading.Lock()
+        copiers = min(COPIERS_MAX, len(os.sched_getaffinity(0)))
+        self._held, self._lock = held, threading.Lock()
+        self._threads = WriterThreads(copiers=copiers, yields=True)
         self._collecting: _Checkpoint | None = None
         self._complete: deque[_Checkpoint] = deque()
         self._rooms: dict[int, CopyRoom] = {}
@@ -128,6 +132,7 @@ class HeldCheckpoints:
             for one in every:
                 one.hurried = True
                 one.wake.set()
+                self._threads.hurry()
         for one in every:
             if one.writer is not None:
                 one.writer.hurry()
@@ -167,6 +172,8 @@ class HeldCheckpoints:
     # ---- on the writer's thread
 
     def _begin(self, one: _Checkpoint) -> None:
+        with self._lock:
+            self._threads.hurry(one.hurried)
         first = one.first
         try:
             storage = storage_of(first.storage)

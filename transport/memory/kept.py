@@ -28,8 +28,10 @@ from zbmd.transport.memory.memfd import TABLE_BYTES, grow_memfd
 KEPT_FDS_VARIABLE: Final = "ZBMD_KEPT_FDS"
 """Descriptors of a rank that was launched: the memfd in which it is to have its arena, and the pidfd of the
 process before it, if that is still ending."""
-ENDING_MS_MAX: Final = 500
-"""Within that the kernel ends a process that was killed, but for one that is stuck in a system call."""
+ENDING_MS_MAX: Final = 5_000
+"""Within that the kernel ends a process that was killed, but for one that is stuck in a system call: 3 GiB in
+0.3 s on an idle machine, and in more where others have the processors, since the process itself frees its
+memory. A state whose ranks are all killed at once has no other copy."""
 RUN_ENDING_MS_MAX: Final = 30_000
 """Within that a whole run that was killed, with memory that has no other copy."""
 LOCK_LOOK_MS: Final = 5

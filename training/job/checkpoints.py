@@ -184,10 +184,12 @@ class Checkpoints:
         copied = self._threads.copier.submit(self._room.copied, pieces)
         self._writer.begin(Begun(number, stem, version.loss_scale, {world.rank: copied}))
 
-    def staged(self) -> None:
-        """Wait until the state of the last checkpoint is copied: it may change then."""
-        with self._pacing.stalling():
-            self._stage()
+    def staged(self, slot: int | None = None) -> None:
+        """Wait until the state of the last checkpoint is copied: it may change then. slot: which may, all."""
+        begun = self._writer.begun
+        if begun is not None and slot in (None, begun.version % SLOTS):
+            with self._pacing.stalling():
+                self._stage()
 
     def _stage(self) -> None:
         begun = self._writer.begun

@@ -420,9 +420,9 @@ class Job(Generic[ResultT]):
         self._remove_state()
         return JobEnd(result)
 
-    def _staged(self) -> None:
+    def _staged(self, slot: int) -> None:
         with spans.CHECKPOINT:
-            self._checkpoints.staged()
+            self._checkpoints.staged(slot)
 
     def _begin_step(self, profiler: Profiler, trainer: Trainer) -> None:
         self._tell(profiler, line := profiler.begin_step(trainer.step + 1))

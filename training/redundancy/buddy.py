@@ -159,7 +159,7 @@ class BuddyReplica(RedundancyDriver):
         replicas: bool = False,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
-        on_overwrite: Callable[[], None] = lambda: None,
+        on_overwrite: Callable[[int], None] = lambda _: None,
         kept: KeptState | None = None,
         resize: Callable[[], tuple[ResizableState, Sequence[Array], KeptState | None]] | None = None,
         on_found: Callable[[StampedSlots], None] = lambda _: None,

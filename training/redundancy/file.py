@@ -71,7 +71,7 @@ class FileRedundancy(RedundancyDriver):
         known: int,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
-        on_overwrite: Callable[[], None] = lambda: None,
+        on_overwrite: Callable[[int], None] = lambda _: None,
         note: Callable[[Any], Note],
         resize: Callable[[], tuple[ResizableState, StateFile]] | None = None,
         on_found: Callable[[StampedSlots], None] = lambda _: None,

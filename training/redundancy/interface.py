@@ -295,8 +295,8 @@ class RedundancyDriver(Redundancy):
     """The common part of the machine's drivers: its votes, its commits, and its failures.
 
     `on_update`: called with each step whose update is done here; `on_commit`: with each version that is safe,
-    and its digests. `on_overwrite`: called before a slot is written again, returns once nobody else reads it.
-    `outlives`: as of `Mirror`.
+    and its digests. `on_overwrite`: called with a slot before it is written, returns once nothing of this
+    rank's copies it. `outlives`: as of `Mirror`.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class RedundancyDriver(Redundancy):
         outlives: bool,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
-        on_overwrite: Callable[[], None],
+        on_overwrite: Callable[[int], None],
     ) -> None:
         if len(own.slots) != zm.SLOTS:
             raise LocalProtocolError(f"expected {zm.SLOTS} slots of state")
@@ -355,8 +355,9 @@ class RedundancyDriver(Redundancy):
 
     def overwrites(self) -> None:
         """See `StepHook`. Until here both versions are whole."""
-        self._on_overwrite()
-        self._begin_slot((self._machine.version + 1) % zm.SLOTS)
+        slot = (self._machine.version + 1) % zm.SLOTS
+        self._on_overwrite(slot)
+        self._begin_slot(slot)
 
     def prepared(self) -> None:
         """See `StepHook`."""

@@ -406,7 +406,7 @@ class RankProcess(MeetingProcess):
 
     def _update(self, order: StepOrder) -> Moves:
         slot = order.version % SLOTS
-        yield from self._staged()
+        yield from self._staged(slot)
         self._unstamp(order.version)
         self.cells.tear(slot)
         yield False
@@ -536,9 +536,9 @@ class RankProcess(MeetingProcess):
             slot = version % SLOTS
             self.saving = self.cells, slot, self.cells.digest(slot)
 
-    def _staged(self) -> Moves:
-        """Wait until a slot is copied for a checkpoint: it may be written then; see `Checkpoints.staged`."""
-        if self.saving is not None:
+    def _staged(self, slot: int | None = None) -> Moves:
+        """Wait until a slot, or any, is copied for a checkpoint, if one is; see `Checkpoints.staged`."""
+        if self.saving is not None and slot in (None, self.saving[1]):
             yield False
             self.saving = None
             self.world.ways.add("waits for a copy")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import resource
+import threading
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.train.command import recipe_of
 from zbmd.training.checkpoint.index import Retention, candidates
-from zbmd.training.checkpoint.sharded import open_state, read_names
+from zbmd.training.checkpoint.sharded import Piece, open_state, read_names
 from zbmd.training.checkpoint.storage import Directory
+from zbmd.training.checkpoint.writer import CopyRoom
 from zbmd.training.job.data_parallel import DataParallelTask, State, run_task
 from zbmd.training.model.weights import load_weights
 from zbmd.transport import kill_points as faults
@@ -107,6 +110,38 @@ async def test_a_write_that_fails_ends_no_run(
     assert told.count("is written, after failures") == (repaired < 60)
     if repaired < 60:
         require_whole(place, 60, task.plan)
+
+
+async def test_only_the_update_that_writes_its_slot_waits_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that begins in the second step after it stops no step, and is whole before that one's update."""
+    begun, copied, copy = threading.Event(), threading.Event(), CopyRoom.copied
+
+    def late(room: CopyRoom, pieces: Sequence[Piece]) -> list[Piece]:
+        assert begun.wait(60), "a step waits for the copy before it computes its gradient"
+        found = copy(room, pieces)
+        copied.set()
+        return found
+
+    class Late(Mean):
+        steps, updates, name = 4, 0, "Mean"
+
+        def gradient(self, state: State, ids: np.ndarray) -> tuple[float, State]:
+            if self.updates == 3:
+                begun.set()
+            return super().gradient(state, ids)
+
+        def update(self, old: State, new: State, gradient: State, step: int) -> None:
+            assert self.updates < 3 or copied.is_set(), "the slot is written beside its copy"
+            super().update(old, new, gradient, step)
+            self.updates += 1
+
+    monkeypatch.setattr(CopyRoom, "copied", late)
+    saved, task = tmp_path / "saved", Late(tmp_path)
+    done = await run_task(task, out=tmp_path / "run", checkpoint_every=2, checkpoint_to=str(saved))
+    assert done is not None and task.updates == 4
+    require_whole(saved, 4, task.plan)
 
 
 async def test_the_last_good_one_stays_while_the_disk_is_full(

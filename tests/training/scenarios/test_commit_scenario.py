@@ -179,7 +179,7 @@ def test_an_update_that_does_not_wait_for_the_copy_of_a_checkpoint_is_found(
     options = CommitOptions(world_size=3, steps=6, sharded=sharded, saving=True)
     build(7, options)[0].run()
 
-    def staged(self: RankProcess) -> Moves:
+    def staged(self: RankProcess, slot: int | None = None) -> Moves:
         yield from ()
 
     monkeypatch.setattr(RankProcess, "_staged", staged)

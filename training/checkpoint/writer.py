@@ -52,8 +52,8 @@ class WriterThreads:
 
     def __init__(self, *, copiers: int = 1, yields: bool = False) -> None:
         self.copier = ThreadPoolExecutor(copiers, "zbmd-checkpoint-copy")
-        self.writer = ThreadPoolExecutor(1, "zbmd-checkpoint", initializer=self._began)
-        self._yields, self._writing, self._nice = yields, 0, 0
+        self.writer = ThreadPoolExecutor(1, "zbmd-checkpoint", initializer=self._began if yields else None)
+        self._writing = self._nice = 0
 
     def _began(self) -> None:
         self._writing = threading.get_native_id()
@@ -62,7 +62,7 @@ class WriterThreads:
 
     def hurry(self, hurried: bool = True) -> None:
         """Have the thread that writes run as others do, as far as this process may, or yield again."""
-        if self._yields and self._writing:
+        if self._writing:
             nice = self._nice if hurried else min(self._nice + YIELDING, NICE_MAX)
             with contextlib.suppress(OSError):  # without RLIMIT_NICE; ranks that wait leave it the processors
                 os.setpriority(os.PRIO_PROCESS, self._writing, nice)

@@ -37,6 +37,7 @@ from zbmd.training.checkpoint.held.messages import (
 )
 from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.training.checkpoint.sharded import Piece, open_state, stem_of
+from zbmd.training.checkpoint.writer import NICE_MAX, YIELDING, WriterThreads
 from zbmd.training.redundancy.stamped import STATE_BLOCK, StampedSlots, StateName
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import RemoteProtocolError
@@ -91,6 +92,20 @@ class Rank:
         apart = np.full(ELEMENTS, 7 + self.rank, np.float32)  # lies in no memory that is held
         piece = Piece("w", cut, (self.slots.slots[version % 2], apart), ("weights", "mean"))
         assert self.line.is_there and self.line.save(SaveShard(**{**fields, **more}), [piece])  # type: ignore[arg-type]
+
+
+def test_the_thread_that_writes_yields_until_ranks_wait() -> None:
+    def nice() -> int:
+        return threads.writer.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
+
+    with closing(WriterThreads(yields=True)) as threads, closing(WriterThreads()) as others:
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert nice() == min(own + YIELDING, NICE_MAX)
+        threads.hurry()
+        assert nice() in (own, min(own + YIELDING, NICE_MAX))  # as this process may
+        threads.hurry(False)
+        assert nice() == min(own + YIELDING, NICE_MAX)
+        assert others.writer.submit(os.getpriority, os.PRIO_PROCESS, 0).result() == own
 
 
 class Job:

@@ -2,11 +2,14 @@
 
     python -m zbmd.tools.lab.bench.training.checkpoints                      2 ranks, 150 MiB of state
     python -m zbmd.tools.lab.bench.training.checkpoints --width 1024 --layers 7        1 GiB of it
+    python -m zbmd.tools.lab.bench.training.checkpoints --writers held --rounds 5      a snapshot each step
 
-Three runs have the same steps: without checkpoints, and with one each `--every` steps by either writer. The
+The runs have the same steps: without checkpoints, and with one each `--every` steps by either writer. The
 cost is the time of all steps beside and after a checkpoint until the next one, less that of as many steps of
 the first run: the stall, and what copying and writing take of the processors that ranks use. The stall is
 what the rank that waits longest for copies of its state waits longer than in the first run, by its profile.
+`held` is a run without checkpoints whose state a snapshot process holds after each step: its cost is that of
+a step.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ LINES_KEPT: Final = 20
 SNAPSHOTS_S: Final = 5.0
 STALL: Final = "checkpoint"
 """The category of a profile: what a step waits for while a state is written."""
-WRITERS: Final = ("none", "snapshots", "ranks")
+NONE, HELD, SNAPSHOTS, RANKS = "none", "held", "snapshots", "ranks"
+WRITERS: Final = (HELD, SNAPSHOTS, RANKS)
 
 
 class CheckpointCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +87,7 @@ async def steps_of(
     steps = WARM_UP - WARM_UP % every + every * (count + 1)
     words = [*shape, "--steps", str(steps), "--data", str(write_text(directory / "text"))]
     words += ["--out", str(directory / writer), "--evaluate-every", "0"]
-    words += ["--checkpoint-every", "0" if writer == "none" else str(every)]
+    words += ["--checkpoint-every", str(every) if writer in (SNAPSHOTS, RANKS) else "0"]
     config = HostConfig(
         target="zbmd.training.sharded",
         is_module=True,
@@ -91,7 +95,7 @@ async def steps_of(
         world_size=2,
         preload=("zbmd.training.sharded.run",),
     )
-    idle_s = SNAPSHOTS_S if writer == "snapshots" else 0.0
+    idle_s = SNAPSHOTS_S if writer in (HELD, SNAPSHOTS) else 0.0
     observer = _Observer()
     keeper = snapshot_keeper(config, idle_s, observer.lines.append)
     ended = await Host(config, output=observer, observer=observer, snapshots=keeper).run()
@@ -99,34 +103,37 @@ async def steps_of(
         raise UserError(f"the run by {writer} failed: {ended.reason}\n" + "\n".join(observer.lines))
     first = steps - 1 - every * count  # the last step waits for its checkpoint
     stalls_ns = [
-        sum(line.ns.get(STALL, 0) for line in life.steps if line.step > first)
+        sum(line.ns.get(STALL, 0) for line in life.steps if first < line.step < steps)
         for life in read_profiles(directory / writer)
     ]
     step_s = (observer.at_ns[steps - 2] - observer.at_ns[first - 1]) / 1e9 / (steps - 1 - first)
     return step_s, max(stalls_ns) / 1e9 / count
 
 
-def measured(shape: Sequence[str], *, every: int, count: int, rounds: int) -> list[CheckpointCost]:
-    """Return the figures of all writers, from the medians of interleaved rounds."""
-    found: dict[str, list[tuple[float, float]]] = {writer: [] for writer in WRITERS}
+def measured(
+    shape: Sequence[str], writers: Sequence[str], *, every: int, count: int, rounds: int
+) -> list[CheckpointCost]:
+    """Return the figures of no writer and of these, from the medians of interleaved rounds."""
+    found: dict[str, list[tuple[float, float]]] = {writer: [] for writer in (NONE, *writers)}
     for _ in range(rounds):
-        for writer in WRITERS:
+        for writer in found:
             with tempfile.TemporaryDirectory(prefix="zbmd-checkpoints-") as name:
                 run = steps_of(Path(name), shape, writer=writer, every=every, count=count)
                 found[writer].append(uvloop.run(run))
-    plain_s, waits_s = (statistics.median(each) for each in zip(*found["none"], strict=True))
+    plain_s, waits_s = (statistics.median(each) for each in zip(*found[NONE], strict=True))
     costs: list[CheckpointCost] = []
     for writer, runs in found.items():
         step_s, stall_s = (statistics.median(each) for each in zip(*runs, strict=True))
+        steps, saves = 1 if writer == HELD else every, writer in (SNAPSHOTS, RANKS)
         costs.append(
             CheckpointCost(
                 writer=writer,
                 step_s=round(step_s, 4),
-                cost_s=round((step_s - plain_s) * every, 4),
-                share=round((step_s - plain_s) * every / plain_s, 3),
+                cost_s=round((step_s - plain_s) * steps, 4),
+                share=round((step_s - plain_s) * steps / plain_s, 3),
                 stall_s=round(stall_s - waits_s, 4),
                 stall_share=round((stall_s - waits_s) / plain_s, 4),
-                checkpoints=0 if writer == "none" else rounds * count,
+                checkpoints=rounds * count if saves else 0,
                 load=round(os.getloadavg()[0], 1),
             )
         )
@@ -141,18 +148,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
     parser.add_argument("--every", type=int, default=6, help="steps of a checkpoint (%(default)s)")
     parser.add_argument("--count", type=int, default=3, help="checkpoints of a run (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=1, help="of all three runs (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all runs (%(default)s)")
+    parser.add_argument("--writers", nargs="+", choices=WRITERS, default=WRITERS, help="to measure (all)")
     add_json(parser)
     arguments = parser.parse_args(argv)
     log_to_stderr()
     shape = ["--width", str(arguments.width), "--layers", str(arguments.layers), "--heads", "8"]
     shape += ["--context", "64", "--sequences-per-shard", "1", "--shards", "2"]
 
-    for one in measured(shape, every=arguments.every, count=arguments.count, rounds=arguments.rounds):
+    given = {name: getattr(arguments, name) for name in ("every", "count", "rounds")}
+    for one in measured(shape, arguments.writers, **given):
         if arguments.json:
             print(msgspec.json.encode(one).decode(), flush=True)
         else:
-            cost = f"a checkpoint costs {one.cost_s:.3f} s, {one.share:.0%} of a step, and stalls it "
+            what = "a snapshot" if one.writer == HELD else "a checkpoint"
+            cost = f"{what} costs {one.cost_s:.3f} s, {one.share:.1%} of a step, and stalls it "
             cost += f"for {one.stall_s * 1e3:.1f} ms, {one.stall_share:.1%}"
             print(f"{one.writer:10} step {one.step_s:.3f} s  {cost}", flush=True)
     return 0

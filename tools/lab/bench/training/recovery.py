@@ -8,9 +8,12 @@
 Each kind of run trains, loses a rank by SIGKILL at a random moment, or all of them, and trains on; that is
 repeated `--kills` times in one run. With `--spare-ranks` each kill waits until so many spares wait for a
 rank. `--imports` has the script take so many seconds before it trains, as one that imports PyTorch does.
-`beyond` is the recovery less an undisturbed step. The page cost is that of the first and of the second write
-of a new 1 GiB memfd: on a virtual machine whose hypervisor has not backed the memory yet, recoveries are as
-slow as its pages.
+`beyond` is the recovery less an undisturbed step; the phases of a recovery, in their order, are medians: the
+kernel has ended the last killed process, the last new one is started, all are in a view, the last of them has
+the state, verified and agreed on, and the first step is committed. A process that is started before the last
+one has ended waits for it. What the first step of replacements takes by category is the median of their
+profiles. The page cost is that of the first and of the second write of a new 1 GiB memfd: on a virtual
+machine whose hypervisor has not backed the memory yet, recoveries are as slow as its pages.
 """
 
 from __future__ import annotations
@@ -34,12 +37,21 @@ import numpy as np
 import uvloop
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
-from zbmd.actors.cluster.jobs.reports import HostEvent, RankReport, RankStarted, SpareLost, SpareReady
+from zbmd.actors.cluster.jobs.reports import (
+    HostEvent,
+    RankDown,
+    RankReport,
+    RankStarted,
+    SpareLost,
+    SpareReady,
+    ViewChanged,
+)
 from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.train.command import recipe_of
+from zbmd.training.profiler.lines import read_profiles
 from zbmd.transport.errors import UserError
 from zbmd.transport.memory.memfd import available_memory, create_memfd
 from zbmd.transport.native._native import Mapping
@@ -61,6 +73,7 @@ GIB = 1 << 30
 STEPS_BEFORE = 4
 """Undisturbed steps before each kill, of which the median counts."""
 LINES_KEPT = 40
+PHASES = ("ended", "started", "in a view", "has the state", "stepped")
 SCRIPT = """import runpy, sys, time
 time.sleep(float(sys.argv.pop()))
 runpy.run_module("zbmd.training.sharded", run_name="__main__")
@@ -81,6 +94,8 @@ class RecoveryCost:
     step_s: float
     recoveries_s: tuple[float, ...]
     beyond_s: tuple[float, ...]
+    phases_s: dict[str, float]
+    first_step_s: dict[str, float]
     page_first_s: float
     page_again_s: float
     free_bytes: int
@@ -100,6 +115,17 @@ def page_costs() -> tuple[float, float]:
     return first, time.perf_counter() - began
 
 
+def first_steps_s(directory: Path) -> dict[str, float]:
+    """Return what the first step of a replacement takes by category, the median of all, in seconds.
+
+    Raises `UserError` without a profile.
+    """
+    lives = read_profiles(directory)
+    found = [life.steps[0].ns for life in lives if life.run.incarnation > 1 and life.steps]
+    names = sorted({name for one in found for name in one})
+    return {name: statistics.median(one.get(name, 0) for one in found) / 1e9 for name in names}
+
+
 @dataclass(slots=True)
 class _Killer:
     """Observer and output of a run: kills a rank again and again, and times what follows."""
@@ -117,6 +143,10 @@ class _Killer:
     """Epoch and time of the last committed step."""
     _calm: int = 0
     _killed_ns: int = 0
+    _ends: dict[str, int] = field(default_factory=dict[str, int])
+    """When the phases of the recovery under way have ended."""
+    phases_s: list[list[float]] = field(default_factory=list[list[float]])
+    """Their durations, in the order of `PHASES`, for each recovery."""
     _waiting: int = 0
     """Spares that wait for a rank."""
 
@@ -128,12 +158,20 @@ class _Killer:
         """Take a committed step: it ends a recovery, or it is one before the next kill."""
         self._waiting += isinstance(event, SpareReady)
         self._waiting -= isinstance(event, SpareLost) or (isinstance(event, RankStarted) and event.was_spare)
+        if self._killed_ns:
+            self._note(event)
         if not isinstance(event, RankReport) or event.payload.get("kind") != "step":
             return
         epoch, at_ns = int(event.payload["epoch"]), int(event.payload["at_ns"])
         if self._killed_ns:
             if epoch > self._last[0]:
                 self.recoveries_s.append((at_ns - self._killed_ns) / 1e9)
+                self._ends["stepped"] = at_ns
+                self.phases_s.append(self._phases())
+                shown = ", ".join(
+                    f"{name} {s:.2f}" for name, s in zip(PHASES, self.phases_s[-1], strict=True)
+                )
+                print(f"recovery {self.recoveries_s[-1]:.2f} s: {shown}", file=sys.stderr, flush=True)
                 self._killed_ns, self._calm = 0, 0
         elif self._last[1]:
             self._calm += 1
@@ -150,9 +188,31 @@ class _Killer:
             asyncio.get_running_loop().call_later(later_s, self._kill)
             self._calm = -sys.maxsize
 
+    def _note(self, event: HostEvent) -> None:
+        """Take the end of a phase: the last such event before the first step counts."""
+        match event:
+            case RankDown(confirmed_ns=at_ns):
+                self._ends["ended"] = at_ns
+            case RankStarted(at_ns=at_ns):
+                self._ends["started"] = at_ns
+            case ViewChanged(at_ns=at_ns):
+                self._ends["in a view"] = at_ns
+            case RankReport(payload={"kind": "adopted", "at_ns": int(at_ns)}):
+                self._ends["has the state"] = max(at_ns, self._ends.get("has the state", 0))
+            case _:
+                pass
+
+    def _phases(self) -> list[float]:
+        found, last_ns = list[float](), self._killed_ns
+        for name in PHASES:
+            at_ns = max(last_ns, self._ends.get(name, last_ns))
+            found.append((at_ns - last_ns) / 1e9)
+            last_ns = at_ns
+        return found
+
     def _kill(self) -> None:
         assert self.host is not None
-        self._killed_ns = time.monotonic_ns()
+        self._killed_ns, self._ends = time.monotonic_ns(), {}
         for rank in range(self.ranks) if self.at_once else [self.rng.randrange(self.ranks)]:
             self.host.send_signal(rank, signal.SIGKILL)
 
@@ -206,6 +266,8 @@ async def measure(
         step_s=step_s,
         recoveries_s=tuple(killer.recoveries_s),
         beyond_s=tuple(recovery - step_s for recovery in killer.recoveries_s),
+        phases_s=dict(zip(PHASES, map(statistics.median, zip(*killer.phases_s, strict=True)), strict=True)),
+        first_step_s=first_steps_s(directory / "run"),
         page_first_s=first_s,
         page_again_s=again_s,
         free_bytes=free_bytes,
@@ -272,7 +334,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{cost.spares} spares, "
             f"step {cost.step_s:.2f} s, "
             f"recovery {', '.join(f'{s:.2f}' for s in cost.recoveries_s)} s, beyond the step "
-            f"{', '.join(f'{s:.2f}' for s in cost.beyond_s)} s; 1 GiB of new pages {cost.page_first_s:.2f}, "
+            f"{', '.join(f'{s:.2f}' for s in cost.beyond_s)} s; "
+            f"{', '.join(f'{name} {s:.2f}' for name, s in cost.phases_s.items())} s; "
+            f"first step {', '.join(f'{name} {s:.2f}' for name, s in cost.first_step_s.items())} s; "
+            f"1 GiB of new pages {cost.page_first_s:.2f}, "
             f"again {cost.page_again_s:.2f} s; {cost.free_bytes / GIB:.1f} GiB free",
             flush=True,
         )

@@ -23,6 +23,7 @@ import numpy as np
 
 from zbmd.actors.rank.member import Worker
 from zbmd.collectives.group.group import Group
+from zbmd.training.autograd import spans
 from zbmd.training.checkpoint import saving
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.held.line import HeldLine
@@ -188,7 +189,7 @@ class Checkpoints:
         """Wait until the state of the last checkpoint is copied: it may change then. slot: which may, all."""
         begun = self._writer.begun
         if begun is not None and slot in (None, begun.version % SLOTS):
-            with self._pacing.stalling():
+            with spans.CHECKPOINT, self._pacing.stalling():
                 self._stage()
 
     def _stage(self) -> None:

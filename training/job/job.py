@@ -277,6 +277,7 @@ class Job(Generic[ResultT]):
             if self._options.checkpoints:
                 self._checkpoints.state_in(None if self._task.resizes else trainer.kept, self._worker)
             self._keeper = self._keeper_of(trainer, groups.world)
+            self._keeper.on_overwrite = self._checkpoints.staged
         return self._keeper
 
     def _made(self, groups: MeshGroups) -> Trainer:
@@ -337,7 +338,6 @@ class Job(Generic[ResultT]):
                 known=known,
                 on_update=self._results.keep,
                 on_commit=self._committed,
-                on_overwrite=self._staged,
                 note=self._task.row.encoded,
                 resize=self._refiled if self._task.resizes else None,
                 on_found=self._take_notes,
@@ -354,7 +354,6 @@ class Job(Generic[ResultT]):
             known=known,
             on_update=self._results.keep,
             on_commit=self._committed,
-            on_overwrite=self._staged,
             kept=None if trainer.kept is None else self._kept_state(trainer.kept),
             resize=self._resized if self._task.resizes else None,
             on_found=self._take_notes,
@@ -419,10 +418,6 @@ class Job(Generic[ResultT]):
         faults.hit(PARTED_POINT)
         self._remove_state()
         return JobEnd(result)
-
-    def _staged(self, slot: int) -> None:
-        with spans.CHECKPOINT:
-            self._checkpoints.staged(slot)
 
     def _begin_step(self, profiler: Profiler, trainer: Trainer) -> None:
         self._tell(profiler, line := profiler.begin_step(trainer.step + 1))

@@ -144,7 +144,7 @@ class BuddyReplica(RedundancyDriver):
     `resize`: if the state is recut for another number of ranks, makes the memory for this rank's part of
     it, and for copies, in the place of `own`, and says whether it outlives this rank; what it held is let go
     of, or read by peers for a while. `on_found`: is given what dead ranks have left of such a state.
-    `on_update`, `on_commit`, `on_overwrite`: as of `RedundancyDriver`.
+    `on_update`, `on_commit`: as of `RedundancyDriver`.
     """
 
     def __init__(
@@ -159,7 +159,6 @@ class BuddyReplica(RedundancyDriver):
         replicas: bool = False,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
-        on_overwrite: Callable[[int], None] = lambda _: None,
         kept: KeptState | None = None,
         resize: Callable[[], tuple[ResizableState, Sequence[Array], KeptState | None]] | None = None,
         on_found: Callable[[StampedSlots], None] = lambda _: None,
@@ -185,15 +184,7 @@ class BuddyReplica(RedundancyDriver):
             machine = ResizingMirror(
                 place=place, ranks=ranks, known=known, first=own.first, own=held, made=made
             )
-        super().__init__(
-            worker,
-            own,
-            machine,
-            outlives=False,
-            on_update=on_update,
-            on_commit=on_commit,
-            on_overwrite=on_overwrite,
-        )
+        super().__init__(worker, own, machine, outlives=False, on_update=on_update, on_commit=on_commit)
         self._worker = worker
         self._digest = own.digest_of if isinstance(own, DeviceState) and resize is None else digest_of
         """Of what is voted for; stamps have `stamped.digest_of`."""

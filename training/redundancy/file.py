@@ -71,7 +71,6 @@ class FileRedundancy(RedundancyDriver):
         known: int,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
-        on_overwrite: Callable[[int], None] = lambda _: None,
         note: Callable[[Any], Note],
         resize: Callable[[], tuple[ResizableState, StateFile]] | None = None,
         on_found: Callable[[StampedSlots], None] = lambda _: None,
@@ -91,15 +90,7 @@ class FileRedundancy(RedundancyDriver):
             )
         else:
             machine = ResizingMirror(place=place, ranks=ranks, known=known, first=own.first, outlives=True)
-        super().__init__(
-            worker,
-            own,
-            machine,
-            outlives=True,
-            on_update=on_update,
-            on_commit=on_commit,
-            on_overwrite=on_overwrite,
-        )
+        super().__init__(worker, own, machine, outlives=True, on_update=on_update, on_commit=on_commit)
         self._worker = worker
 
     def meet(

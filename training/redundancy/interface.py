@@ -255,6 +255,8 @@ class Redundancy(StepHook, Protocol):
     """Requests for the next vote of this rank; written by any thread."""
     agreed: Agenda
     """The result of the last vote."""
+    on_overwrite: Callable[[int], None]
+    """Called with a slot before an update writes it; returns once nothing copies it for a checkpoint."""
 
     def meet(
         self, group: Group, keys: Sequence[int] = (), known: int = 0, *, everyone: Group | None = None
@@ -295,8 +297,7 @@ class RedundancyDriver(Redundancy):
     """The common part of the machine's drivers: its votes, its commits, and its failures.
 
     `on_update`: called with each step whose update is done here; `on_commit`: with each version that is safe,
-    and its digests. `on_overwrite`: called with a slot before it is written, returns once nothing of this
-    rank's copies it. `outlives`: as of `Mirror`.
+    and its digests. `outlives`: as of `Mirror`.
     """
 
     def __init__(
@@ -308,7 +309,6 @@ class RedundancyDriver(Redundancy):
         outlives: bool,
         on_update: Callable[[Any], None],
         on_commit: Callable[[int, Digests], None],
-        on_overwrite: Callable[[int], None],
     ) -> None:
         if len(own.slots) != zm.SLOTS:
             raise LocalProtocolError(f"expected {zm.SLOTS} slots of state")
@@ -323,7 +323,8 @@ class RedundancyDriver(Redundancy):
                 self._tap = captured_machine(worker, CODED_MIRROR, "mirror", machine, coded_config(machine))
             else:
                 self._tap = captured_machine(worker, MIRROR, "mirror", machine, config)
-        self._on_update, self._on_commit, self._on_overwrite = on_update, on_commit, on_overwrite
+        self._on_update, self._on_commit = on_update, on_commit
+        self.on_overwrite = lambda _: None
         self.applies_first, self.is_copied = self._machine.applies_first, self._machine.copied
         self.asked, self.agreed = Agenda(), Agenda()
         self._group: Group | None = None
@@ -356,7 +357,7 @@ class RedundancyDriver(Redundancy):
     def overwrites(self) -> None:
         """See `StepHook`. Until here both versions are whole."""
         slot = (self._machine.version + 1) % zm.SLOTS
-        self._on_overwrite(slot)
+        self.on_overwrite(slot)
         self._begin_slot(slot)
 
     def prepared(self) -> None:

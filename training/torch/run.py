@@ -102,9 +102,9 @@ class Run:
             self._shares.assign(self._state.rank, ranks)
         self._run_id = f"{worker.job:016x}"
         self._memory = LoopMemory(worker, launched, self._plan.text())
-        CONTINUITY.at_leave(self._memory.close)
         self._slow = SlowLoopRanks(worker, options.out, options.on_straggler, options.profile_ops)
-        CONTINUITY.at_leave(self._slow.close)
+        for part in (self._memory, self._slow, self._state):
+            CONTINUITY.at_leave(part.close)
         self._begin(worker, seed, replaces=CONTINUITY.mode is Mode.ALONE)
         CONTINUITY.enter()
 

@@ -99,6 +99,11 @@ class LoopState:
         if self.device is not None:
             self.device.settle()
 
+    def close(self) -> None:
+        """Keep no copy of another rank's shard any more. Idempotent."""
+        if self.shards is not None:
+            self.shards.close()
+
     def find_changed(self, exact: bool | int) -> None:
         """Before a vote: note which buffers the step has changed. Raises `UserError` if none may be."""
         self.boundary.find_changed()

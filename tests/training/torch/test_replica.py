@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy as copying
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ fsdp: Any = importlib.import_module("torch.distributed.fsdp")
 ours: Any = importlib.import_module("zbmd.training.torch.fsdp.modules")
 mirror: Any = importlib.import_module("zbmd.training.torch.fsdp.mirror")
 replica: Any = importlib.import_module("zbmd.training.torch.fsdp.replica")
-shards: Any = importlib.import_module("zbmd.training.torch.fsdp.shards")
+letters: Any = importlib.import_module("zbmd.training.torch.fsdp.letters")
 
 
 def optimizers(parameters: list[Any]) -> list[Any]:
@@ -42,8 +43,9 @@ def test_a_copy_makes_the_same_updates_through_a_letter(number: int) -> None:
     assert replica.why_mirrored([optimizer]) == ""
     own = replica.Shard([model], [optimizer])
     copy = replica.Replica(own, copying.deepcopy(own.state()))
-    letter = shards.Letter([each.detach() for each in own.updated])
-    optimizer.register_step_post_hook(lambda *_: copy.replay(letter.read()))
+    layout = letters.Layout(own.updated, [])
+    letter = letters.Letter([each.detach() for each in own.updated], layout)
+    optimizer.register_step_post_hook(lambda *_: copy.replay(letter.read(), copy.settings()))
     for step in range(4):
         optimizer.zero_grad()
         for at, each in enumerate(model.parameters()):
@@ -195,3 +197,29 @@ def test_bits_are_compared_whatever_the_strides(shape: tuple[int, ...]) -> None:
     assert replica._same_bits(other, apart)
     assert replica._same_bits(other, torch.zeros(shape)) == (0 in shape), "-0.0 is not 0.0 bit for bit"
     assert not replica._same_bits(other, other.double())
+
+
+def test_memory_of_a_letter_is_lent_again_once_no_tensor_over_it_is_left() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(5))]
+    members = [
+        SimpleNamespace(sharded_param=each, padded_sharded_param_size=each.shape) for each in parameters
+    ]
+    group = SimpleNamespace(fsdp_params=members)
+    alone = torch.nn.Parameter(torch.zeros(4))
+    letter = letters.Letter([*parameters, alone], letters.Layout([*parameters, alone], [group]))
+    assert letter.lend(id(group), 11, torch.bfloat16) is None
+    assert letter.lend(id(group), 6, torch.float32) is None
+    flat = letter.lend(id(group), 11, torch.float32).copy_(torch.arange(11.0))
+    views = [flat[:6].view(2, 3), flat[6:]]
+    del flat
+    assert letter.lend(id(group), 11, torch.float32) is None
+    letter.fill([*views, None])
+    assert [each.data_ptr() for each in letter.read()[:2]] == [each.data_ptr() for each in views]
+    letter.fill([views[0].clone(), 2 * views[1], torch.ones(4)])
+    assert torch.equal(letter.read()[2], torch.ones(4))
+    assert torch.equal(views[1], 2 * torch.arange(6.0, 11.0))
+    kept = views.pop()
+    views.clear()
+    assert letter.lend(id(group), 11, torch.float32) is None
+    del kept
+    assert letter.lend(id(group), 11, torch.float32).data_ptr() == letter.gradients[0].data_ptr()

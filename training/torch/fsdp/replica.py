@@ -10,14 +10,17 @@ from __future__ import annotations
 import importlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import xxhash
 
 from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.torch.encoding import encode
 from zbmd.training.torch.fsdp.modules import is_sharded, local_of
+from zbmd.training.torch.rollback import hyperparameters
 from zbmd.transport.errors import RemoteProtocolError, UserError
 
 torch: Any = importlib.import_module("torch")
@@ -27,6 +30,7 @@ _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 SCALED: Final = ("grad_scale", "found_inf")
 """Set by a `GradScaler` while a fused optimizer steps."""
 _PROBES: Final = 2
+_SUBNORMAL, _ONE = np.array([1, 0x3F800000], np.uint32).view(np.float32)
 
 
 def twin_of(optimizer: Any, parameters: Sequence[Sequence[Any]]) -> Any:
@@ -174,6 +178,18 @@ def digest_of(values: Sequence[Any]) -> int:
     return found.intdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an update depends on beside gradients and state, as it was when the owner's was made.
+
+    groups: hyperparameters. scaled: tensors of a `GradScaler`. flushes: whether subnormal numbers count as 0.
+    """
+
+    groups: list[dict[str, Any]]
+    scaled: dict[str, Any]
+    flushes: bool
+
+
 class Replica:
     """The copy that is kept of the ward's shard. state: as `Shard.state` returns it."""
 
@@ -190,17 +206,25 @@ class Replica:
             if values:
                 self._twin.state[parameter] = values
 
-    def replay(self, gradients: Sequence[Any]) -> None:
-        """Make the update of the ward. gradients: of `updated`; None: that parameter has none."""
+    def settings(self) -> Settings:
+        """Return those of the update that the owner of the optimizer has just made."""
         own = self._optimizer
-        for group, mine in zip(own.param_groups, self._twin.param_groups, strict=True):
-            mine.update((name, value) for name, value in group.items() if name != "params")
+        scaled = {name: local_of(getattr(own, name)).clone() for name in SCALED if name in own.__dict__}
+        return Settings(hyperparameters(own), scaled, bool(_SUBNORMAL * _ONE == 0))
+
+    def replay(self, gradients: Sequence[Any], settings: Settings) -> None:
+        """Make the update of the ward; on any thread, one call at a time.
+
+        gradients: of `updated`; None: that parameter has none.
+        """
+        for mine, values in zip(self._twin.param_groups, settings.groups, strict=True):
+            mine.update(values)
         for name in SCALED:
             self._twin.__dict__.pop(name, None)
-            if name in own.__dict__:
-                setattr(self._twin, name, local_of(getattr(own, name)))
+        self._twin.__dict__.update(settings.scaled)
         for parameter, gradient in zip(self.updated, gradients, strict=True):
             parameter.grad = gradient
+        torch.set_flush_denormal(settings.flushes)  # of this thread alone
         self._twin.step()
         for parameter in self.updated:
             parameter.grad = None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.tensors import bytes_over
 from zbmd.training.torch.fsdp.division import (
     Division,
     Held,
@@ -25,6 +25,7 @@ from zbmd.training.torch.fsdp.division import (
     buddy_of,
     ward_of,
 )
+from zbmd.training.torch.fsdp.letters import Layout, Letter, place
 from zbmd.training.torch.fsdp.mirror import Mirror, MirroredShard
 from zbmd.training.torch.fsdp.modules import ShardedModules, local_of
 from zbmd.training.torch.fsdp.redivision import Redivision
@@ -34,7 +35,7 @@ from zbmd.training.torch.fsdp.replica import (
     digests_of,
     why_mirrored,
 )
-from zbmd.training.torch.transfer import aligned, receive_tree, send_tree
+from zbmd.training.torch.transfer import receive_tree, send_tree
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 torch: Any = importlib.import_module("torch")
@@ -44,39 +45,6 @@ log: Final = structlog.stdlib.get_logger("zbmd.torch")
 
 _DIVIDED: Final = ("names", "parameters", "moments")
 """Of what `Shard.state` returns; the rest, of a mirrored shard, is the same on all ranks."""
-
-
-class Letter:
-    """Gradients in one piece of memory, behind a byte for each parameter: whether it has one.
-
-    parameters: local tensors; their gradients have the same dtypes and shapes.
-    """
-
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        begins, at = [], aligned(len(parameters))
-        for each in parameters:
-            begins.append(at)
-            at += aligned(each.numel() * each.element_size())
-        memory = torch.zeros(at, dtype=torch.uint8)
-        self.data = bytes_over(memory)
-        self.has = memory[: len(parameters)]
-        self.gradients = [
-            memory[begin : begin + each.numel() * each.element_size()].view(each.dtype).view(each.shape)
-            for begin, each in zip(begins, parameters, strict=True)
-        ]
-
-    def fill(self, gradients: Sequence[Any]) -> None:
-        """Take in gradients; None: there is none."""
-        pairs = [
-            (into, each) for into, each in zip(self.gradients, gradients, strict=True) if each is not None
-        ]
-        self.has.copy_(torch.tensor([each is not None for each in gradients], dtype=torch.uint8))
-        for into, each in pairs:
-            into.copy_(each)
-
-    def read(self) -> list[Any]:
-        """Return the gradients, as `fill` takes them."""
-        return [each if has else None for each, has in zip(self.gradients, self.has.tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +78,13 @@ class Shards:
             log.info("updates are sent to a buddy, and voted on once they are made", why=why)
         else:
             self._own = Shard(models, optimizers)
-        updated = [] if self.mirror is not None else self._own.updated
-        self._out = Letter([local_of(each) for each in updated])
+        self._placed = place(self.modules.groups) if self.mirror is None and size > 1 else []
+        self._out = self._new_letter()
         self._in: Letter | None = None
         self._replica: Replica | None = None
+        self._replayed: Future[None] | None = None
+        """The ward's update under way: on a thread, beside the next forward and backward pass."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-ward")
         self._holds = False
         self.divides_for = ""
         """The option that asks for a state which any number of ranks can divide; "": there is none."""
@@ -126,6 +97,7 @@ class Shards:
 
         Raises as operations of `group` do.
         """
+        self._settle_copy()  # whose gradients are where the next ones come
         self._holds, self._received = False, None
         self._require_divisible()
         if self._size == 1:
@@ -167,13 +139,25 @@ class Shards:
         return gradient.detach()
 
     def replay(self) -> None:
-        """Make the ward's update. Raises `UserError` for a second update in one step."""
+        """Begin to make the ward's update. Raises `UserError` for a second update in one step."""
         if self._size == 1:
             return
         if not self._holds or self._in is None or self._replica is None:
             raise UserError("a second optimizer.step() in one run.step(): one step over FSDP2 has one update")
         self._holds = False
-        self._replica.replay(self._in.read())
+        replica, gradients, settings = self._replica, self._in.read(), self._replica.settings()
+        self._replayed = self._pool.submit(replica.replay, gradients, settings)
+
+    def _settle_copy(self) -> Replica | None:
+        """Return the copy of the ward's shard, if there is one, once its last update is made."""
+        replayed, self._replayed = self._replayed, None
+        if replayed is not None:
+            replayed.result()
+        return self._replica
+
+    def close(self) -> None:
+        """Make no more updates of the ward. Idempotent."""
+        self._pool.shutdown()
 
     @property
     def distinct(self) -> int:
@@ -205,7 +189,8 @@ class Shards:
 
     def ward_state(self) -> Any:
         """Return the copy of the ward's shard, as `recall` takes it; None: there is none of this version."""
-        return None if self._replica is None or self._holds else self._replica.state()
+        replica = self._settle_copy()
+        return None if replica is None or self._holds else replica.state()
 
     def recall(self, held: Held, state: Any, ward: Any) -> None:
         """Have a part that memory has held, which may be of another number of ranks.
@@ -223,7 +208,8 @@ class Shards:
         """Return the digests of this rank's shard, and of the copy that it keeps, by parameter."""
         if self.mirror is not None:
             return self.mirror.digests()
-        kept = () if self._replica is None else digests_of(self._own, self._replica.state())
+        replica = self._settle_copy()
+        kept = () if replica is None else digests_of(self._own, replica.state())
         return digests_of(self._own, self._own.state()), kept
 
     def name_of(self, parameter: int) -> str:
@@ -232,7 +218,7 @@ class Shards:
 
     def send(self, group: Group, what: What, to: int) -> None:
         """Send a shard, or a copy of one. Raises as `Group.send` does."""
-        holder = self._own if what is not What.SHARD else self._replica or self.mirror
+        holder = self._own if what is not What.SHARD else self._settle_copy() or self.mirror
         assert holder is not None, "a rank without a copy is to give it"
         send_tree(group, to, holder.state(), "the shard of a rank")
 
@@ -252,8 +238,17 @@ class Shards:
         if self.mirror is not None:
             self.mirror.slots.keep(state)
             return
+        self._settle_copy()
         self._replica = Replica(self._own, state)
-        self._in = Letter([each.detach() for each in self._replica.updated])
+        self._in = Letter([each.detach() for each in self._replica.updated], self._out.layout)
+
+    def _new_letter(self) -> Letter:
+        """Return one for this rank's gradients, which are reduced there from now on."""
+        updated = [] if self.mirror is not None else self._own.updated
+        letter = Letter([local_of(each) for each in updated], Layout(updated, self.modules.groups))
+        for each in self._placed:
+            each.letter = letter
+        return letter
 
     # Another division.
 
@@ -327,7 +322,8 @@ class Shards:
     def _kept_copy(self) -> Any:
         if self.mirror is not None:
             return self.mirror.state()
-        return None if self._replica is None else self._replica.state()
+        replica = self._settle_copy()
+        return None if replica is None else replica.state()
 
     def adopt(self, division: Division) -> None:
         """Have what was received for this division count."""
@@ -342,12 +338,13 @@ class Shards:
         if received is None or (received.division.place, received.division.size) != (rank, ranks):
             return
         self._adopted, self._rank, self._size = None, rank, ranks
+        self._settle_copy()
         self._replica = self._in = None
         self.modules.divide()
         self._own.load(received.own)
         if self.mirror is not None:
             self.mirror.divided(received.ward if ranks > 1 else None)
             return
-        self._out = Letter([local_of(each) for each in self._own.updated])
+        self._out = self._new_letter()
         if self._size > 1 and received.ward is not None:
             self._keep_copy(received.ward)

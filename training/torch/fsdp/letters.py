@@ -1,0 +1,126 @@
+"""Gradients on their way to a buddy: in one piece of memory, where FSDP2 reduces them if it can.
+
+A letter is laid out as FSDP2 reduces gradients: those of a group of parameters side by side, each with the
+room that the longest shard takes. So a group's reduced gradients are made in the letter, and are not copied
+before they are sent. Their memory is used again once no tensor over it is left; until then, and for
+gradients of another dtype, they are made elsewhere and copied.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zbmd.collectives.torch.tensors import Array, bytes_over
+from zbmd.training.torch.transfer import aligned
+from zbmd.transport.memory.ahead import prefer_large_pages
+
+torch: Any = importlib.import_module("torch")
+
+
+class Layout:
+    """Where gradients lie in a letter, the same on all ranks.
+
+    updated: the parameters that have gradients. groups: of FSDP2, with others as well.
+    """
+
+    def __init__(self, updated: Sequence[Any], groups: Sequence[Any]) -> None:
+        wanted, at, begins = {id(each) for each in updated}, aligned(len(updated)), dict[int, int]()
+        self.slots: dict[int, tuple[int, int, Any]] = {}
+        """Offset, number of elements and dtype of a group that is updated as a whole, by its identity."""
+        for group in groups:
+            begin, own = at, [each.sharded_param for each in group.fsdp_params]
+            is_alike = len({each.dtype for each in own}) == 1
+            for each, parameter in zip(group.fsdp_params, own, strict=True):
+                begins[id(parameter)] = at = at if is_alike else aligned(at)
+                at += each.padded_sharded_param_size.numel() * parameter.element_size()
+            if is_alike and wanted.issuperset(map(id, own)):
+                self.slots[id(group)] = begin, (at - begin) // own[0].element_size(), own[0].dtype
+            at = aligned(at)
+        for each in updated:
+            if id(each) not in begins:  # it is not sharded
+                begins[id(each)] = at
+                at += aligned(each.numel() * each.element_size())
+        self.begins = [begins[id(each)] for each in updated]
+        self.nbytes = at
+
+
+class Letter:
+    """Gradients in one piece of memory, behind a byte for each parameter: whether it has one.
+
+    parameters: local tensors, of this rank or of another; their gradients have the same dtypes and shapes.
+    """
+
+    def __init__(self, parameters: Sequence[Any], layout: Layout) -> None:
+        memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self.data, self.layout = bytes_over(memory), layout
+        prefer_large_pages(self.data)
+        self.has = memory[: len(parameters)]
+        self.gradients = [
+            memory[begin : begin + each.numel() * each.element_size()].view(each.dtype).view(each.shape)
+            for begin, each in zip(layout.begins, parameters, strict=True)
+        ]
+        self._lent: dict[int, weakref.ref[Array]] = {}
+        """What was lent of a group's memory last; it lives as long as any tensor over it."""
+
+    def fill(self, gradients: Sequence[Any]) -> None:
+        """Take in gradients; None: there is none. Those that lie here already are not copied."""
+        self.has.copy_(torch.tensor([each is not None for each in gradients], dtype=torch.uint8))
+        begin = self.has.data_ptr()
+        others = [
+            (into, each.clone() if begin <= each.data_ptr() < begin + self.data.nbytes else each)
+            for into, each in zip(self.gradients, gradients, strict=True)
+            if each is not None and (each.data_ptr(), each.stride()) != (into.data_ptr(), into.stride())
+        ]
+        for into, each in others:  # one that lies in the place of another is a copy by now
+            into.copy_(each)
+
+    def read(self) -> list[Any]:
+        """Return the gradients, as `fill` takes them."""
+        return [each if has else None for each, has in zip(self.gradients, self.has.tolist(), strict=True)]
+
+    def lend(self, group: int, elements: int, dtype: Any) -> Any:
+        """Return memory for all gradients of a group, flat; None if it is in use, or has another form."""
+        begin, count, kind = self.layout.slots.get(group, (0, 0, None))
+        last = self._lent.get(group)
+        if (elements, dtype) != (count, kind) or not count or (last is not None and last() is not None):
+            return None
+        memory = self.data[begin : begin + count * dtype.itemsize].view(np.uint8)
+        self._lent[group] = weakref.ref(memory)
+        return torch.from_numpy(memory).view(dtype)
+
+
+class Placed:
+    """A reduce-scatter of a group in the place of `inner`, whose results lie in a letter if they can."""
+
+    def __init__(self, inner: Any, group: Any) -> None:
+        self._inner, self._group = inner, group
+        self.letter: Letter | None = None
+        self._before = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> Any:
+        """Return memory for gradients: first those of whole parameters, then those of shards."""
+        elements, before = math.prod(size), self._before
+        self._before = elements
+        is_result = before == elements * self._group.mesh_info.shard_mesh_size and before > elements
+        if is_result and self.letter is not None and device.type == "cpu":
+            lent = self.letter.lend(id(self._group), elements, dtype)
+            if lent is not None:
+                return lent
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._inner(*args, **options)
+
+
+def place(groups: Sequence[Any]) -> list[Placed]:
+    """Have each group of FSDP2 reduce its gradients into the letter that is given to the results."""
+    found = [Placed(group._reduce_scatter_comm, group) for group in groups]
+    for group, placed in zip(groups, found, strict=True):
+        group._reduce_scatter_comm = placed
+    return found

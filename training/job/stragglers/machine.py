@@ -67,7 +67,7 @@ _ROWS: Final = (
 """Of the scores. The first is what its own work takes, the second what it waits for a processor meanwhile: on
 a machine with much other load the second varies more, and hides nothing of the first."""
 _CONTENDED: Final = 1
-_TIMES: Final = [Field.PASSES, Field.UPDATE, Field.DATA, Field.CHECKPOINT, Field.WAIT]
+TIMES: Final = [Field.PASSES, Field.UPDATE, Field.DATA, Field.CHECKPOINT, Field.WAIT]
 """Together the time of a step."""
 _LOST: Final = (Field.DELAY, Field.STEAL, Field.THROTTLED)
 _UNREST: Final = {Cause.COMPUTE: 2.0, Cause.RUNTIME: 2.0, Cause.DATA: 1.0, Cause.CHECKPOINT: 1.0}
@@ -275,7 +275,7 @@ class StragglerMachine:
     def _gather(self, samples: Floats) -> Floats | None:
         """Take the samples of a step; return the sum of those that are to be judged, None if too few."""
         self._gathered.append(samples)
-        self._gathered_ns += float(samples[:, _TIMES].sum(axis=1).max())
+        self._gathered_ns += float(samples[:, TIMES].sum(axis=1).max())
         if self._gathered_ns < GATHER_NS:
             return None
         found: Floats = np.sum(self._gathered, axis=0)
@@ -318,7 +318,7 @@ class StragglerMachine:
         if links.score >= THRESHOLD and not self._together:
             places = np.flatnonzero(trips > 0).tolist()
             self._together = tuple(self._entered.ranks[place] for place in places)
-            whole_ns = float(samples[_TIMES].sum(axis=0).max())
+            whole_ns = float(samples[TIMES].sum(axis=0).max())
             named = Named(
                 step=event.step,
                 rank=self._together[0],

@@ -81,15 +81,15 @@ def no_sample() -> Sample:
 class Sampler:
     """Measures the steps of this process. Make it, and call it, on the thread that trains; close it there.
 
-    incarnation: of this rank. root: of the files of the kernel.
+    incarnation: of this rank. root: of the files of the kernel. links: whether it has other hosts.
     """
 
-    def __init__(self, incarnation: int, *, root: Path = Path("/")) -> None:
+    def __init__(self, incarnation: int, *, root: Path = Path("/"), links: bool = True) -> None:
         self._incarnation = incarnation
         self._collected_ns = self._collecting_ns = 0
         thread = threading.get_native_id()
         self._delays = _opened(root / f"proc/self/task/{thread}/schedstat")
-        self._rates = _Rates(root)
+        self._rates = _Rates(root, links)
         self._last = self._counters()
         gc.callbacks.append(self._collecting)
 
@@ -148,7 +148,8 @@ class Sampler:
 class _Rates:
     """Counters that are expensive to read, four times a second. steal, throttled: of the time."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, links: bool) -> None:
+        self._links = links
         self.steal = self.throttled = self.round_trip_us = 0.0
         self._stat = _opened(root / "proc/stat")
         self._quota, self._unit_ns, self._key = _opened_quota(root)
@@ -163,7 +164,7 @@ class _Rates:
             steal_ns, throttled_ns = (a - b for a, b in zip(counted, self._counted, strict=True))
             self.steal = steal_ns / (os.cpu_count() or 1) / passed_ns
             self.throttled = throttled_ns / passed_ns
-            self.round_trip_us = _round_trip_us()
+            self.round_trip_us = _round_trip_us() if self._links else 0.0
             self._at_ns, self._counted = now, counted
         return self
 

@@ -76,7 +76,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.torch")
 
 ENDING_MS_MAX: Final = 30_000
 """Within that the kernel ends the processes of a run that was killed, and workers of loaders notice."""
-PIECE_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 1 << 18
 """Copied at once, and read again for the digest while the processor's cache has it."""
 _LENGTH: Final = struct.Struct("<Q")
 _IDENTITY_BITS: Final = 48
@@ -133,6 +133,8 @@ class LoopMemory:
         """The ranks whose memory the loop goes on from."""
         self._is_first = self._keeps_ward = self._has_reported = False
         self._copy: Future[None] | None = None
+        self._arrays: dict[tuple[int, int], Bytes] = {}
+        """Over the tensors of the last step, by address and size: most are where they were."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-held")
         if self._store is not None:
             self._find(self._store)
@@ -234,6 +236,7 @@ class LoopMemory:
         nodes = [member // self._ranks_per_node for member in group.members]
         self._is_first = is_sharded or nodes.index(nodes[group.rank]) == group.rank
         self._keeps_ward = is_sharded and keeps_ward(nodes, group.rank)
+        self._arrays.clear()
 
     def keep(self, state: LoopState, version: int) -> None:
         """Begin to copy the state after a committed step. version: of the machine.
@@ -245,7 +248,7 @@ class LoopMemory:
         self.staged()
         self._found.clear()
         ward = None if state.shards is None or not self._keeps_ward else state.shards.ward_state()
-        prepared = _prepared(state, version, ward)
+        prepared, self._arrays = _prepared(state, version, ward, self._arrays)
         part = (0, 1) if state.shards is None else (state.rank, state.ranks)
         note = np.array([version, self._identity, self._launch, ward is not None])
         self._copy = self._pool.submit(self._write, self._store, prepared, part, state.position.step, note)
@@ -312,10 +315,13 @@ class LoopMemory:
         return _Block(name, slots, partial(kept.release, where))
 
 
-def _prepared(state: LoopState, version: int, ward: Any) -> _Prepared:
+def _prepared(
+    state: LoopState, version: int, ward: Any, known: dict[tuple[int, int], Bytes]
+) -> tuple[_Prepared, dict[tuple[int, int], Bytes]]:
     """Return the memory of a state, in which what may change before the next vote is a copy.
 
-    ward: as `Shards.ward_state` returns it.
+    ward: as `Shards.ward_state` returns it. known: arrays over tensors of the step before, by address and
+    size, which keep that memory; those of this step are returned.
     """
     shards = state.shards
     rest = rest_of(state.optimizers, state.boundary, state.carried(version), moments=shards is None)
@@ -326,16 +332,23 @@ def _prepared(state: LoopState, version: int, ward: Any) -> _Prepared:
     )
     head = np.frombuffer(_LENGTH.pack(len(header)) + header, np.uint8)
     pieces, at, settled = list[tuple[int, Any]]([(0, head)]), head.size, _settled(state, ward)
+    found = dict[tuple[int, int], Bytes]()
     for tensor in [*(each for _, each in state.tensors), *inner]:
-        whole = tensor.detach().contiguous()
-        if tensor.is_contiguous() and tensor.numel() and address_of(tensor) not in settled:
-            whole = whole.clone()
+        whole: Any = tensor.detach()
         at = aligned(at)
-        pieces.append((at, bytes_over(whole) if whole.is_cpu else whole))
-        at += whole.numel() * whole.element_size()
+        is_settled = whole.is_contiguous() and whole.numel() > 0 and address_of(whole) in settled
+        if whole.is_cpu and is_settled:
+            place = whole.data_ptr(), whole.nbytes
+            array = known.get(place)
+            found[place] = piece = bytes_over(whole) if array is None else array
+        else:
+            copy = whole if is_settled else whole.clone(memory_format=torch.contiguous_format)
+            piece = bytes_over(copy) if copy.is_cpu else copy
+        pieces.append((at, piece))
+        at += whole.nbytes
     if state.device is not None:
         state.device.follow()
-    return _Prepared(pieces, at, state.device)
+    return _Prepared(pieces, at, state.device), found
 
 
 def _settled(state: LoopState, ward: Any) -> set[int]:

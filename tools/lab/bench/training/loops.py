@@ -9,8 +9,9 @@
 
 The last two have 1 GiB of state a rank: 12 bytes a parameter, float32 with two moments, all on each rank or a
 half. `cost` makes steps of the same model without and with `zbmd.torch.resilient` in turns, in the same
-processes. `recovery` kills a rank again and again in one run, each time after some steps, and with
-`--spare-ranks` once so many spares wait, and says what the phases between took.
+processes, and says what the parts of a resilient one take. `recovery` kills a rank again and again in one
+run, each time after some steps, and with `--spare-ranks` once so many spares wait, and says what the phases
+between took.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from zbmd.actors.process.log import log_to_stderr
 from zbmd.actors.process.output import OutputLine
 from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
 from zbmd.actors.view import Outcome
+from zbmd.tools.lab.bench.training.loop_parts import Parts, table
 from zbmd.tools.node.run import snapshot_keeper
 from zbmd.transport.errors import UserError
 
@@ -97,11 +99,12 @@ def rank_main() -> None:
     _passed("imports")
     dist.init_process_group("zbmd")
     _passed("group")
+    parts = Parts() if what == "cost" else None
     plain = Trained(kind, width, layers) if what == "cost" else None
     ours = Trained(kind, width, layers)
     run = loops.resilient(ours.model, ours.optimizer)
     _passed("state")
-    if plain is None:
+    if plain is None or parts is None:
         continuity: Any = importlib.import_module("zbmd.collectives.torch.continuity").CONTINUITY
         first = run.steps
         while run.steps < steps:
@@ -113,9 +116,13 @@ def rank_main() -> None:
     plain_step, our_step = plain.step, lambda: run.call(ours.step)
     _timed(plain_step, WARMUP)
     _timed(our_step, WARMUP)
+    parts.reset()
     for turn in range(turns):
         for name, step in (("plain", plain_step), ("resilient", our_step))[:: 1 if turn % 2 else -1]:
-            print(f"turn {name} {_timed(step, steps)}", flush=True)
+            used = time.process_time_ns()
+            took = _timed(step, steps)
+            print(f"turn {name} {took} {time.process_time_ns() - used}", flush=True)
+    print("\n".join(parts.lines(turns * steps)), flush=True)
     dist.destroy_process_group()
 
 
@@ -277,16 +284,17 @@ async def run_of(arguments: argparse.Namespace, kind: str, watch: Watch) -> None
         raise UserError(f"{kind} did not end well: {ended.reason}\n" + "\n".join(watch.lines[-20:]))
 
 
-def cost_of(lines: Sequence[str], steps: int) -> tuple[float, float]:
-    """Return the median of a step without and with `resilient`, seconds."""
-    turns: dict[str, list[float]] = {"plain": [], "resilient": []}
+def cost_of(lines: Sequence[str], steps: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return medians of a step without and with `resilient`, seconds: of its time, and of a rank's CPU."""
+    turns: dict[str, list[tuple[float, float]]] = {"plain": [], "resilient": []}
     for line in lines:
         match line.split():
-            case ["turn", name, took]:
-                turns[name].append(int(took) / 1e9 / steps)
+            case ["turn", name, took, used]:
+                turns[name].append((int(took) / 1e9 / steps, int(used) / 1e9 / steps))
             case _:
                 pass
-    return statistics.median(turns["plain"]), statistics.median(turns["resilient"])
+    plain, ours = ([*map(statistics.median, zip(*rows, strict=True))] for rows in turns.values())
+    return (plain[0], ours[0]), (plain[1], ours[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -321,9 +329,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         words = f"{kind}: {parameters / 1e6:.1f} M parameters{', held' if arguments.held else ''}"
         if arguments.what == "cost":
-            plain_s, ours_s = cost_of(watch.lines, arguments.steps)
+            (plain_s, ours_s), used_s = cost_of(watch.lines, arguments.steps)
             more = (ours_s / plain_s - 1) * 100
             print(f"{words}, step {plain_s * 1e3:.2f} ms, resilient {ours_s * 1e3:.2f} ms: {more:+.1f} %")
+            print(f"  CPU of a rank: {used_s[0] * 1e3:.2f} ms, resilient {used_s[1] * 1e3:.2f} ms")
+            print("\n".join(table(watch.lines)), flush=True)
         else:
             step_s = statistics.median(watch.steps_s)
             told = ", ".join(f"{each:.2f}" for each in watch.recoveries_s)

@@ -31,7 +31,7 @@ class Part:
 PARTS: Final = (
     Part("begin a step", "run", "Run", "begin"),
     Part("before the update: all", "run", "Run", "_before_update"),
-    Part("  fill the letter", "fsdp.letters", "Letter", "fill"),
+    Part("  fill the letter", "fsdp.shards", "Letter", "fill"),
     Part("  send gradients", "fsdp.shards", "Shards", "deliver", lambda self, *_: self._out.data.nbytes),
     Part("  exchange votes", "exchange", "Exchange", "gather", lambda _, data: len(data)),
     Part("  judge stragglers", "durable.slow_ranks", "SlowLoopRanks", "voted"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbmd.transport.memory.ahead import TOGETHER_BYTES, mapped_ahead, prefer_large_pages
+from zbmd.transport.memory.ahead import TOGETHER_BYTES, mapped_ahead
 from zbmd.transport.native._native import address_of
 
 
@@ -42,24 +41,3 @@ def test_pages_are_there_before_they_are_written_to() -> None:
 def test_small_arrays_are_left_alone() -> None:
     with mapped_ahead([np.empty(TOGETHER_BYTES - 1, np.uint8)]) as mapping:
         assert mapping is None
-
-
-def test_large_pages_are_asked_for_and_contents_stay() -> None:
-    array = np.frombuffer(mmap.mmap(-1, 2 * TOGETHER_BYTES), np.uint8)
-    array[::4096] = 7
-    prefer_large_pages(array)
-    assert (array[::4096] == 7).all()
-    assert "hg" in flags_of(address_of(array)) or not Path("/sys/kernel/mm/transparent_hugepage").exists()
-
-
-def flags_of(address: int) -> list[str]:
-    """Return the flags of the area of this process that an address is in. proc_pid_smaps(5)"""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *words = line.split()
-        if name == "VmFlags:" and inside:
-            return words
-        if not name.endswith(":"):
-            begin, end = (int(each, 16) for each in name.split("-"))
-            inside = begin <= address < end
-    raise AssertionError(f"no area has {address:x}")

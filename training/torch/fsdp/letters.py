@@ -18,7 +18,6 @@ import numpy as np
 
 from zbmd.collectives.torch.tensors import Array, bytes_over
 from zbmd.training.torch.transfer import aligned
-from zbmd.transport.memory.ahead import prefer_large_pages
 
 torch: Any = importlib.import_module("torch")
 
@@ -59,7 +58,6 @@ class Letter:
     def __init__(self, parameters: Sequence[Any], layout: Layout) -> None:
         memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.data, self.layout = bytes_over(memory), layout
-        prefer_large_pages(self.data)
         self.has = memory[: len(parameters)]
         self.gradients = [
             memory[begin : begin + each.numel() * each.element_size()].view(each.dtype).view(each.shape)

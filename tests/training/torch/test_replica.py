@@ -199,6 +199,28 @@ def test_bits_are_compared_whatever_the_strides(shape: tuple[int, ...]) -> None:
     assert not replica._same_bits(other, other.double())
 
 
+def test_large_shards_are_probed_by_their_first_rows() -> None:
+    class Whole(torch.optim.SGD):
+        def step(self, *_: Any) -> None:
+            for each in self.param_groups[0]["params"]:
+                each.data.sub_(each.grad.full_tensor() if ours.is_sharded(each) else each.grad)
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (2,))
+        model = fsdp.fully_shard(torch.nn.Linear(300, 600), mesh=mesh)
+        before = [ours.local_of(each).detach().clone() for each in model.parameters()]
+        for fused in (False, True):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+            assert replica.why_mirrored([optimizer]) == ""
+        sizes = [each.numel() for each in map(replica._sample, model.parameters())]
+        assert sizes == [218 * 300, 300]
+        assert replica.why_mirrored([Whole(model.parameters(), lr=0.1)])
+        assert all(map(torch.equal, map(ours.local_of, model.parameters()), before))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_memory_of_a_letter_is_lent_again_once_no_tensor_over_it_is_left() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(5))]
     members = [

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from zbmd.collectives.torch.tensors import Array, bytes_over
-from zbmd.training.torch.transfer import aligned
+from zbmd.training.torch.transfer import ALIGNED, aligned
 
 torch: Any = importlib.import_module("torch")
 
@@ -56,7 +56,9 @@ class Letter:
     """
 
     def __init__(self, parameters: Sequence[Any], layout: Layout) -> None:
-        memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        room = np.zeros(layout.nbytes + ALIGNED, np.uint8)  # whose pages are mapped once they are used
+        begin = -room.ctypes.data % ALIGNED
+        memory = torch.from_numpy(room[begin : begin + layout.nbytes])
         self.data, self.layout = bytes_over(memory), layout
         self.has = memory[: len(parameters)]
         self.gradients = [

@@ -30,6 +30,8 @@ _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 SCALED: Final = ("grad_scale", "found_inf")
 """Set by a `GradScaler` while a fused optimizer steps."""
 _PROBES: Final = 2
+_PROBED_MAX: Final = 1 << 16
+"""Elements of a parameter, but for one row: optimizers that treat small ones otherwise begin well below."""
 _SUBNORMAL, _ONE = np.array([1, 0x3F800000], np.uint32).view(np.float32)
 
 
@@ -253,9 +255,7 @@ def why_mirrored(optimizers: Sequence[Any]) -> str:
     versions = [each._version for group in optimizer.param_groups for each in group["params"]]
     chosen = [_representatives(group["params"]) for group in optimizer.param_groups]
     sharded = twin_of(optimizer, [[_clone(each) for each in group] for group in chosen])
-    plain = twin_of(
-        optimizer, [[nn.Parameter(local_of(each).detach().clone()) for each in group] for group in chosen]
-    )
+    plain = twin_of(optimizer, [[nn.Parameter(_sample(each)) for each in group] for group in chosen])
     before = _numbers_of(plain)
     failed = ""
     with torch.random.fork_rng(devices=[]), CONTINUITY.forbidding() as met:
@@ -290,10 +290,21 @@ def _representatives(parameters: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
+def _sample(parameter: Any) -> Any:
+    """Return a copy of the first rows of what this rank has of a parameter."""
+    local = local_of(parameter).detach()
+    if local.numel() > _PROBED_MAX:
+        local = local[: max(1, _PROBED_MAX * len(local) // local.numel())]
+    return local.clone()
+
+
 def _clone(parameter: Any) -> Any:
-    local = local_of(parameter).detach().clone()
+    local = _sample(parameter)
     if not is_sharded(parameter):
         return nn.Parameter(local)
+    if local.shape != local_of(parameter).shape:
+        kind, mesh = type(parameter.data), parameter.device_mesh
+        return nn.Parameter(kind.from_local(local, mesh, parameter.placements, run_check=False))
     copy = type(parameter.data).from_local(
         local,
         parameter.device_mesh,

@@ -40,6 +40,11 @@ MAX_SHARDS = 4096
 ScalarT = TypeVar("ScalarT", bound="np.generic[Any]")
 
 
+def whole_of(ranks: int, replica: int) -> int:
+    """Return how many of `ranks` make whole replicas, each of `replica` ranks; 0: any number does."""
+    return ranks // replica * replica if replica else ranks
+
+
 def split(node: Node) -> tuple[Node, Node]:
     """The children of a node of at least two shards."""
     lo, hi = node

@@ -20,12 +20,14 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from enum import Enum, IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import ReferenceType, ref
 
 import msgspec
 import numpy as np
 
+from zbmd.actors.view import RANKS_MAX
+from zbmd.collectives.algorithms.shard_tree import whole_of
 from zbmd.collectives.errors import MembersLost, OperationAborted
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.tensors import bytes_over
@@ -68,6 +70,17 @@ class Standing(IntEnum):
     """It replaces a rank of a loop, and has not its state yet."""
 
 
+class Attending(NamedTuple):
+    """The ranks of a view, by their places in it, that meet.
+
+    parts: so many of them, the first ones, have a part afterwards. places: of those, and of the others that
+    may have state. The rest are left over, and come to the next view.
+    """
+
+    parts: int
+    places: tuple[int, ...]
+
+
 class LoopLost(ZbmdError):
     """All ranks that had the state of the training loop are lost."""
 
@@ -106,6 +119,10 @@ class Continuity:
         """The first loss of the epoch under way that an operation has met."""
         self.epoch = 0
         """The epoch of the process groups; 0: any."""
+        self.replica = 0
+        """The ranks of a replica of the state, if a loop goes on with whole ones alone; 0: with any ranks."""
+        self.meeting: Group | None = None
+        """The group of all that have met, if some of them have no part in the default group."""
         self._recorded: list[Recorded] = []
         self._left_bytes = RECORDS_BYTES_MAX
         self._answers: dict[tuple[str, int], list[bytes]] = {}
@@ -131,22 +148,24 @@ class Continuity:
 
     # Meeting.
 
-    def meet(self, group: Group, end_ns: int) -> None:
-        """Tell the members of `group`, which is all ranks, whether this one is in a loop.
+    def meet(self, group: Group, end_ns: int) -> Attending:
+        """Tell the members of `group`, which is all ranks, whether this one is in a loop; return who is.
 
-        A rank that is not, where others are, replaces one of it. Raises `LoopLost`.
+        A rank that is not, where others are, replaces one of it, or is left over. Raises `LoopLost`.
         """
-        own = np.array([self.standing], np.int64)
-        rows = group.submit(lambda c: c.all_gather(own, deadline_ns=end_ns)).result().ravel()
+        own = np.array([self.standing, self.replica], np.int64)
+        told = group.submit(lambda c: c.all_gather(own, deadline_ns=end_ns)).result().reshape(-1, 2)
+        rows = told[:, 0]
+        attending = _attending(told)
         if Standing.IN_LOOP not in rows:
             if Standing.JOINING in rows:
                 raise LoopLost(
                     "all ranks that had the state of the training loop are lost: start the run again, "
                     "from its last checkpoint"
                 )
-            return
+            return attending
         if Standing.OUTSIDE not in rows:
-            return
+            return attending
         source = int(np.flatnonzero(rows == Standing.IN_LOOP)[0])
         said = msgspec.msgpack.encode(self._recorded) if group.rank == source else b""
         size = np.array([len(said)], np.int64)
@@ -155,10 +174,11 @@ class Continuity:
             raise RemoteProtocolError(f"a record of {size[0]} bytes; {2 * RECORDS_BYTES_MAX:,} are the bound")
         data = np.frombuffer(said, np.uint8).copy() if said else np.zeros(size[0], np.uint8)
         group.submit(lambda c: c.broadcast(data, source, deadline_ns=end_ns)).result()
-        if self.standing is Standing.OUTSIDE:
+        if self.standing is Standing.OUTSIDE and group.rank in attending.places:
             records = decode_records(data.tobytes())
             self.mode, self.standing, self._recorded = Mode.ALONE, Standing.JOINING, records
             self._answers = {(each.group, each.call): each.tensors for each in records}
+        return attending
 
     def enter(self) -> None:
         """Be in the loop: further groups are refused, and nothing more is recorded."""
@@ -199,6 +219,7 @@ class Continuity:
         """The default process group has ended, and with it any loop: losses are those of any script."""
         self.mode, self.standing, self.broken, self.epoch = Mode.TOGETHER, Standing.OUTSIDE, None, 0
         self._recorded, self._left_bytes, self._tail_alone = [], RECORDS_BYTES_MAX, False
+        self.replica, self.meeting = 0, None
         self._answers.clear()
         self._left_behind.clear()
         while self._closers:
@@ -366,6 +387,17 @@ class Continuity:
             return True
 
         return forgive
+
+
+def _attending(told: Any) -> Attending:
+    """Return who meets. told: of each rank its standing, and the ranks of a replica of its loop."""
+    size = len(told)
+    replicas = {int(replica) for standing, replica in told if standing == Standing.IN_LOOP}
+    if len(replicas) > 1 or not all(0 <= each <= RANKS_MAX for each in replicas):
+        raise RemoteProtocolError(f"replicas of {sorted(replicas)} ranks in one loop: expected one number")
+    parts = whole_of(size, next(iter(replicas), 0))
+    places = (each for each in range(size) if each < parts or told[each, 0] == Standing.IN_LOOP)
+    return Attending(parts, tuple(places))
 
 
 def _is_beside(thread: threading.Thread) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +45,8 @@ class Identity:
         self._bind(group)
         self.ranks = tuple(ranks)
         """Ranks of the default group; none for that itself."""
+        self.ranks_of: Callable[[int, int], Sequence[int]] | None = None
+        """Returns those of this group for a rank of a default group of another size; None: they stay."""
         self._store = store
         self._set_limit(timeout_s)
         self._name, self._description = name, "undefined"

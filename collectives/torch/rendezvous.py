@@ -26,7 +26,7 @@ from zbmd.actors.process.spare import wait_for_rank
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
-from zbmd.collectives.torch.continuity import CONTINUITY, Mode
+from zbmd.collectives.torch.continuity import CONTINUITY, Attending, Mode
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.collectives.torch.world import Met, keep_store, world
 from zbmd.transport.clock.patience import PATIENCE
@@ -95,26 +95,27 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     return store, met.group.rank, met.group.size
 
 
-def come_together(timeout: timedelta, *, shrinks: bool = False, after: int = 0) -> Group:
-    """Re-bind all process groups to the newest view, after a loss in a loop; return that of all ranks.
+def come_together(timeout: timedelta, *, shrinks: bool = False, after: int = 0, waits: bool = False) -> Group:
+    """Re-bind all process groups to the newest view, after a loss in a loop; return that of all who meet.
 
     All of them are given up first, and then made again in the order in which they were made, as on the
     others. A replacement, whose default group is new, only makes the others. shrinks: whether the default
     group may have another number of ranks than before. after: an epoch whose view is to be left, although
-    nobody is lost. Raises what `meet` and `Group.subgroup` raise.
+    nobody is lost. waits: this rank had no part, so that the others need not hear of it before that. It may
+    have none again: `CONTINUITY.meeting` is then its default group. Raises what `meet` and `Group.subgroup`
+    raise.
     """
     groups = CONTINUITY.groups
     if not groups or groups[0].ranks:
         raise UserError("the default process group was destroyed: a resilient loop needs it to its end")
-    default, old = groups[0], [group.made for group in groups]
+    default, old = groups[0], {*(group.made for group in groups), CONTINUITY.meeting} - {None}
     if CONTINUITY.mode is not Mode.ALONE or CONTINUITY.broken is not None:
         CONTINUITY.leave_behind()
         for group in groups:
             if group.companions is not None:
                 group.companions.lost(OperationAborted("a rank was lost: the groups are made again"))
-        for each in old:
-            if each is not None:
-                _give_up(each)
+        for each in () if waits else old:
+            _give_up(each)
         met, _ = _meet(timeout, after)
         if not shrinks and (met.group.rank, met.group.size) != (default.rank(), default.size()):
             raise UserError(
@@ -123,16 +124,23 @@ def come_together(timeout: timedelta, *, shrinks: bool = False, after: int = 0) 
             )
         world().go_on_with(met)
         for each in old:
-            if each is not None:
-                world().close(each)
+            world().close(each)
         default.rebind(met.group)
-    for group in groups[1:]:
-        limit_s = group.limit_s
-        made = world().group(group.ranks, rank=group.rank(), size=group.size(), timeout_s=limit_s)
-        group.rebind(made)
     base: Group = default.made
+    if base is not CONTINUITY.meeting:
+        for group in groups[1:]:
+            _remake(group, base)
     CONTINUITY.together(base.epoch)
-    return base
+    return CONTINUITY.meeting or base
+
+
+def _remake(group: Any, base: Group) -> None:
+    """Re-bind a process group among the ranks of the default group `base`."""
+    rank, size = group.rank(), group.size()
+    if group.ranks_of is not None:
+        group.ranks = tuple(group.ranks_of(base.rank, base.size))
+        rank, size = group.ranks.index(base.rank), len(group.ranks)
+    group.rebind(world().group(group.ranks, rank=rank, size=size, timeout_s=group.limit_s))
 
 
 def _give_up(group: Group) -> None:
@@ -153,7 +161,12 @@ def _meet(timeout: timedelta, after: int = 0) -> tuple[Met, Any]:
         met = None
         try:
             met = world().meet(left_s, after=over)  # which leaves the view of `over` alone
+            attending = CONTINUITY.meet(met.group, end_ns)
             store = _shared_store(met, min(left_s, CONNECT_S_MAX), timeout, end_ns)
+            if met.group.rank in attending.places:
+                return _parted(met, attending, left_s), store
+            log.info("this rank is left over by whole replicas: it waits for others to complete one with")
+            over = world().entered
         except PeerLost as lost:
             log.info("a rank was lost while all met: meet again", reason=str(lost))
             over = world().entered
@@ -162,16 +175,31 @@ def _meet(timeout: timedelta, after: int = 0) -> tuple[Met, Any]:
             if again > AGAIN_MAX:
                 raise
             log.info("a meeting failed: meet again", reason=str(error))
-        else:
-            return met, store
         if met is not None:
             world().close(met.group)
+
+
+def _parted(met: Met, attending: Attending, timeout_s: float) -> Met:
+    """Have those with a part in a group of their own, and keep that of all who meet beside it."""
+    whole = met.group
+    CONTINUITY.meeting = None
+    if attending.parts == whole.size:
+        return met
+    own = whole.rank
+    meeting = world().part(attending.places, timeout_s)
+    try:
+        part = world().part(range(attending.parts), timeout_s) if own < attending.parts else meeting
+    except BaseException:
+        world().close(meeting)
+        raise
+    world().close(whole)
+    CONTINUITY.meeting = meeting
+    return Met(part, met.address)
 
 
 def _shared_store(met: Met, connect_s: float, timeout: timedelta, end_ns: int) -> Any:
     """Have the first member serve a store, and tell the others where."""
     group, connect = met.group, timedelta(seconds=connect_s)
-    CONTINUITY.meet(group, end_ns)
     store, said = None, b""
     if group.rank == 0:
         store = dist.TCPStore(met.address, 0, is_master=True, wait_for_workers=False, timeout=connect)

@@ -147,6 +147,16 @@ class World:
         """
         return self.start(self._meet(timeout_s, after)).result()
 
+    def part(self, places: Sequence[int], timeout_s: float) -> Group:
+        """Return the group of these places of the view of the last meeting; just those ranks call it.
+
+        Raises what `Group.subgroup` raises.
+        """
+        return self.start(self._part(places, timeout_s)).result()
+
+    async def _part(self, places: Sequence[int], timeout_s: float) -> Group:
+        return await self._subgroup(self._standing_base(), places, timeout_s)
+
     def keep(self, met: Met) -> None:
         """Return this group when the default group is asked for; its members are PyTorch's ranks."""
         self._met, self._numbers = met.group, met.group.members

@@ -25,7 +25,7 @@ from zbmd.collectives.scenarios.repair import RepairScenario
 from zbmd.collectives.scenarios.subgroups import SubgroupsScenario
 from zbmd.training.scenarios.commit import CommitScenario
 from zbmd.training.scenarios.loop import LoopScenario
-from zbmd.training.scenarios.sharded_loop import ShardScenario
+from zbmd.training.scenarios.sharded_loop import HybridScenario, ShardScenario
 from zbmd.training.scenarios.training import TrainingScenario
 from zbmd.transport.errors import UserError
 from zbmd.transport.sim import FaultPlan, Options, Scenario, ScenarioReport, run_scenario
@@ -83,6 +83,7 @@ SCENARIOS: Mapping[str, HuntedScenario] = MappingProxyType(
         ),
         "loop": HuntedScenario(make=LoopScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
         "shards": HuntedScenario(make=ShardScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
+        "hybrid": HuntedScenario(make=HybridScenario, ranks=(2, 4, 4, 6, 6), lengths=(1, 2, 3, 6)),
         "repair": HuntedScenario(
             make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)
         ),

@@ -26,6 +26,7 @@ from functools import partial
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar, assert_never
 
 from zbmd.actors.view import RANKS_MAX, MemberId
+from zbmd.collectives.algorithms.shard_tree import whole_of
 from zbmd.collectives.scenarios.hosted_job import (
     LATE_SHARE,
     SHRINK_SHARE,
@@ -133,6 +134,8 @@ class LoopRank(MemberProcess):
 
     machine_type: type[tx.Transactions] = tx.Transactions
     shares_type: type[Shares] = NumberedShares
+    distinct: ClassVar[int] = 0
+    """The number of parts of the state after which they repeat; 0: they do not."""
 
     def __init__(self, world: LoopWorld, rank: int, incarnation: int, rng: random.Random) -> None:
         super().__init__(rank, incarnation, rng)
@@ -158,13 +161,13 @@ class LoopRank(MemberProcess):
 
     @property
     def place(self) -> int:
-        """Its number among those that take part."""
+        """Its number in the view."""
         return self.members.index(self.member)
 
     @property
     def size(self) -> int:
-        """The number of those that take part."""
-        return len(self.members)
+        """The number of those that compute; the others of a view have no part."""
+        return whole_of(len(self.members), self.distinct)
 
     @property
     def group(self) -> tuple[int, int]:
@@ -187,6 +190,9 @@ class LoopRank(MemberProcess):
         if not self._may_enter():
             return []
         if self.known.finished and self.begun and not self.world.state_lost:
+            if self.machine.phase is tx.Phase.WAITING:
+                self.world.ways.add("waits to the end")
+                return [sim.Exit()]
             left, self.waits = {*self.known.ids, *self.world.ended_well}, False
             self.world.ways.add("ends without votes")
             ended = tx.Ended(lost=not left.issuperset(self.members), reason="others have finished")
@@ -194,6 +200,8 @@ class LoopRank(MemberProcess):
         if self.known.finished:
             self.world.finished.add(self.member.rank)  # the run has ended; who is replaced now learns it
             return [sim.Exit()]
+        if self.machine.phase is tx.Phase.WAITING:
+            self._handle(tx.Cut())
         others = [member.rank for member in self.members] != list(self.known.ranks)
         self.divides = self.divides or (others and bool(self.members) and not self.machine.fresh)
         self.entered, self.members, self.round = self.known.epoch, self.known.ids, 1
@@ -202,8 +210,9 @@ class LoopRank(MemberProcess):
         return self._begin("standings", now_ns)
 
     def _begin(self, name: str, now_ns: int) -> list[sim.Effect[Message]]:
+        computes = name in ("gradients", "deliver", "vote", "grow")
         ranks = tuple(member.rank for member in self.members)
-        self.stages = [Stage(name, ranks)]
+        self.stages = [Stage(name, ranks[: self.size] if computes else ranks)]
         return self._tick(now_ns)
 
     def _tick(self, now_ns: int, longest_ns: int = TICK_NS_MAX) -> list[sim.Effect[Message]]:
@@ -271,7 +280,9 @@ class LoopRank(MemberProcess):
 
     @property
     def _is_offered_more(self) -> bool:
-        return self.known.epoch > self.entered and len(self.known.members) > self.size
+        return (
+            self.known.epoch > self.entered and whole_of(len(self.known.members), self.distinct) > self.size
+        )
 
     def _ends(self, stage: Stage, brought: list[object], now_ns: int) -> list[sim.Effect[Message]]:
         match stage.name:
@@ -374,7 +385,7 @@ class LoopRank(MemberProcess):
                     raise AssertionError(f"{self.member} fails: {action.reason}")
                 case tx.Vote() | tx.Meet() | tx.Deliver() | Move():
                     raise AssertionError(f"{action} is performed where it is asked for")
-                case tx.Divide() | tx.Agree() | tx.Adopt() | tx.Recall():
+                case tx.Divide() | tx.Agree() | tx.Adopt() | tx.Recall() | tx.Wait():
                     raise AssertionError(f"{action}, and each rank is replaced in its place by a survivor's")
                 case _:
                     assert_never(action)
@@ -388,7 +399,7 @@ class LoopRank(MemberProcess):
         if self.member not in self.world.in_loop:
             self.world.in_loop.add(self.member)
             self.world.ended[self.member] = self.machine.version
-        if self.divides:
+        if self.divides and self.place < self.size:
             self.shares.assign(self.place, self.size)
 
     def _update(self, *, promoted: bool, now_ns: int) -> list[sim.Effect[Message]]:
@@ -410,6 +421,8 @@ class LoopRank(MemberProcess):
             self.world.finished.add(self.member.rank)
             self.world.ended_well.add(self.member)
             return [sim.Exit()]
+        if self.machine.meets_again:
+            return self._cut(now_ns, withdraws=False)
         return self._begin("grow" if self.grows else "gradients", now_ns)
 
     def _note_size(self) -> None:

@@ -2,7 +2,8 @@
 
 Each rank has a part of the state, and a copy of its ward's, for which it replays the updates; gradients are
 delivered before each vote, which may end at some ranks and fail at others. A loop that goes on with another
-number of ranks divides the state again.
+number of ranks divides the state again. In a hybrid mesh the ranks of a view that complete no replica have no
+part, and wait for another view.
 
 Checked besides what `loop` checks: a part and a copy have the rows of their division, all of their version,
 made of whole gradients; a vote is cast by a rank that holds its ward's gradients; parts move between steps
@@ -12,12 +13,14 @@ has a part or its copy.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeAlias
 
 from zbmd.actors.view import MemberId
+from zbmd.collectives.algorithms.shard_tree import whole_of
 from zbmd.collectives.scenarios.hosted_job import JobOptions, Message
 from zbmd.collectives.scenarios.repair import Meeting
 from zbmd.training.scenarios.loop import (
@@ -94,7 +97,9 @@ class ShardRank(LoopRank):
         """Those of the last meeting."""
 
     def _made(self, *, fresh: bool) -> tx.Transactions:
-        return self.machine_type(fresh=fresh, sharded=True, place=self.place, size=self.size)
+        return self.machine_type(
+            fresh=fresh, sharded=True, place=self.place, size=self.size, distinct=self.distinct
+        )
 
     @property
     def held(self) -> Held:
@@ -113,14 +118,19 @@ class ShardRank(LoopRank):
 
     def _check_rows(self, rows: Rows, place: int, what: str) -> None:
         assert self.machine.division is not None
-        wanted = rows_at(self.machine.division.size, place, self.content)
+        wanted = rows_at(self.machine.division.size, place, self.content, self.distinct)
         assert rows == wanted, f"{self.member} {what} {rows} of {self.machine.division}, at {self.content}"
 
     # ---- meetings
 
+    def _standings(self, brought: list[object], now_ns: int) -> list[sim.Effect[Message]]:
+        if {*brought} == {"new"} and self.size < len(self.members):
+            return self._end_lost()  # a mesh has all of the first ranks
+        return super()._standings(brought, now_ns)
+
     def _found(self, now_ns: int) -> list[sim.Effect[Message]]:
         """The first ranks: each has its part, and gets its copy."""
-        self.held.own.update(rows_at(self.size, self.place, self.content))
+        self.held.own.update(rows_at(self.size, self.place, self.content, self.distinct))
         return self._begin("reports", now_ns)
 
     def _ballot(self) -> Ballot:
@@ -134,7 +144,7 @@ class ShardRank(LoopRank):
                 return Delivery(self.place, self.gradients)
             case "rest":
                 return super()._brings(Stage("give", stage.ranks, stage.source))
-            case "shard" | "copy" | "divide":
+            case "shard" | "replica" | "copy" | "divide":
                 return Held(dict(self.held.own), dict(self.held.copy))
             case _:
                 return super()._brings(stage)
@@ -152,9 +162,12 @@ class ShardRank(LoopRank):
                 assert isinstance(delivered, Delivery)
                 self.ward = delivered
                 return self._perform(self._handle(tx.Delivered()), now_ns)
-            case "rest" | "shard" | "copy":
+            case "rest" | "shard" | "replica" | "copy":
                 if stage.source != self.member.rank:
                     self._take(stage, brought[stage.ranks.index(stage.source)])
+                if self.machine.fresh and not any(isinstance(one, Move | tx.Divide) for one in self.actions):
+                    self.world.ways.add("takes")
+                    self.actions += self._handle(tx.Taken(version=len(self.content)))
                 return self._perform([], now_ns)
             case "divide":
                 self._divided([one for one in brought if isinstance(one, Held)])
@@ -169,9 +182,9 @@ class ShardRank(LoopRank):
         match given:
             case Given():
                 self.content = given.content
-            case Held() if stage.name == "shard":
+            case Held() if stage.name in ("shard", "replica"):
                 own.clear()
-                own.update(given.copy)
+                own.update(given.copy if stage.name == "shard" else given.own)
             case Held():
                 copy.clear()
                 copy.update(given.own)
@@ -179,22 +192,19 @@ class ShardRank(LoopRank):
                     self.actions += self._handle(tx.Kept())
             case _:
                 raise AssertionError(f"{self.member} gets {given}")
-        if self.machine.fresh and not any(isinstance(one, Move | tx.Divide) for one in self.actions):
-            self.world.ways.add("takes")
-            self.actions += self._handle(tx.Taken(version=len(self.content)))
 
     def _divided(self, brought: Sequence[Held]) -> None:
         """Have the rows of the next division, from those who hold the ones of the last."""
         action = self.actions.pop(0)
         assert isinstance(action, tx.Divide)
         division, holders = action.division, action.holders
-        windows = windows_of(ROWS, division.size, division.place)
-        found: list[Rows] = [{} for _ in windows]
+        windows = windows_of(ROWS, division.size, division.place, division.distinct)
+        found: list[Rows] = [{}, {}]
         for piece in pieces_of(ROWS, len(holders), windows):
             held = brought[holders[piece.part].rank]
             there = held.copy if holders[piece.part].copy else held.own
             found[piece.window].update({row: there[row] for row in range(piece.begin, piece.stop)})
-        self.received = Received(division, found[0], found[1] if len(found) > 1 else {})
+        self.received = Received(division, *found)
 
     def _cut(self, now_ns: int, *, withdraws: bool = True) -> list[sim.Effect[Message]]:
         effects = super()._cut(now_ns, withdraws=withdraws)
@@ -253,6 +263,8 @@ class ShardRank(LoopRank):
                 self.actions.pop(0)
                 self._adopt()
                 return self._perform([], now_ns)
+            case tx.Wait():
+                return self._wait(now_ns)
             case tx.Fail(lost=True):
                 return self._lose()
             case _:
@@ -267,7 +279,22 @@ class ShardRank(LoopRank):
         self.world.ways.add("divides")
 
     def _lose(self) -> list[sim.Effect[Message]]:
-        assert not is_whole(self.reports), f"{self.member} gives up, and has {self.reports}"
+        too_few = len(self.reports) < self.distinct
+        assert too_few or not is_whole(self.reports), f"{self.member} gives up, and has {self.reports}"
+        return self._end_lost()
+
+    def _wait(self, now_ns: int) -> list[sim.Effect[Message]]:
+        """Give all up, and be as one that comes late, once there is another view."""
+        self.world.ways.add("has no part")
+        self.world.in_loop.discard(self.member)
+        self.shards.held[self.member] = Held({}, {})
+        self.content, self.received = (), None
+        self.actions.clear()
+        self.ward = self.gradients = None
+        self.waits = True
+        return [*self._link(), *self._enter(now_ns)]
+
+    def _end_lost(self) -> list[sim.Effect[Message]]:
         self.world.ways.add("is lost")
         self.world.state_lost = True
         return [sim.Exit()]
@@ -286,9 +313,10 @@ class ShardRank(LoopRank):
         return effects
 
 
-def rows_at(size: int, place: int, content: Content) -> Rows:
-    """Return the rows of part `place` of `size`, with this content."""
-    return dict.fromkeys(range(*rows_of(ROWS, size, place)), content)
+def rows_at(size: int, place: int, content: Content, distinct: int = 0) -> Rows:
+    """Return the rows of part `place` of `size`, with this content. distinct: see `Division`."""
+    parts = distinct or size
+    return dict.fromkeys(range(*rows_of(ROWS, parts, place % parts)), content)
 
 
 def is_whole(reports: Sequence[Report]) -> bool:
@@ -304,10 +332,11 @@ def is_whole(reports: Sequence[Report]) -> bool:
     common = set[int].intersection(*(set(each) for each in held if each)) if any(held) else set[int]()
     for number in common:
         having = [each[number] for each in held if number in each]
-        size = having[0][0].size
-        places = {part.place for part, _ in having}
-        places |= {ward_of(part.place, size) for part, keeps in having if keeps}
-        if places == set(range(size)):
+        size, parts = having[0][0].size, having[0][0].distinct or having[0][0].size
+        with_part = [(part.place, keeps) for part, keeps in having if not part.is_left_over]
+        places = {place % parts for place, _ in with_part}
+        places |= {ward_of(place, size) % parts for place, keeps in with_part if keeps}
+        if places == set(range(parts)):
             return True
     return False
 
@@ -325,3 +354,25 @@ class ShardScenario(LoopScenario):
     def made(self, seed: int | str, job: JobOptions) -> tuple[sim.Simulation[Message], ShardWorld]:
         """See `JobScenario`."""
         return build(seed, ShardWorld(job), self.rank)
+
+
+class HybridRank(ShardRank):
+    """The driver of one rank of a hybrid mesh, each replica of which is divided among two."""
+
+    distinct: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class HybridScenario(ShardScenario):
+    """As `ShardScenario`, over a hybrid mesh, which loses and gets whole replicas."""
+
+    rank: ClassVar[type[ShardRank]] = HybridRank
+    name: str = "hybrid"
+    description: str = (
+        "a PyTorch loop over replicas of shards: those that complete no replica wait, replace or shrink"
+    )
+
+    def options_of(self, seed: int | str, options: sim.Options) -> JobOptions:
+        """See `JobScenario`: whole replicas begin."""
+        job = super().options_of(seed, options)
+        return dataclasses.replace(job, world_size=max(2, whole_of(job.world_size, HybridRank.distinct)))

@@ -328,14 +328,16 @@ class SharesOfPass:
     def __init__(self, opened: Callable[[int], Source], seed: Callable[[int], None]) -> None:
         self._open, self._seed = opened, seed
         self._sources: dict[int, Source] = {}
+        self._at = -1
+        """The number of the step under way in its pass."""
         self.batches: list[tuple[Marks, Drawn]] = []
         """Of the step under way, one for each share, and what identifies it; empty: the pass is over."""
 
-    def draw(self, shares: Sequence[int]) -> None:
-        """Go on to the batches of a step."""
-        if self._sources.keys() != {*shares}:
+    def draw(self, shares: Sequence[int], at: int) -> None:
+        """Go on to the batches of step `at` of the pass; the others may be further than the next one."""
+        if self._sources.keys() != {*shares} or at != self._at + 1:
             self._sources = {share: self._open(share) for share in shares}
-        self.batches = []
+        self._at, self.batches = at, []
         for share, source in self._sources.items():
             self._seed(share)
             for batch in itertools.islice(source, 1):
@@ -345,7 +347,7 @@ class SharesOfPass:
         """Have the batches of the step again: loaded again if code has changed them, or for other shares."""
         if self._sources.keys() != {*shares} or any(marks.is_changed for marks, _ in self.batches):
             self._sources = {}
-            self.draw(shares)
+            self.draw(shares, self._at)
 
 
 class Marks:

@@ -37,12 +37,14 @@ class Exchange:
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        self.with_all = False
+        """Whether ranks without a part in the loop take part in calls: those of a meeting."""
 
     @property
     def group(self) -> Group:
-        """The default group of the epoch."""
+        """The default group of the epoch, or that of all who meet."""
         group: Group = CONTINUITY.groups[0].made
-        return group
+        return CONTINUITY.meeting or group if self.with_all else group
 
     @property
     def end_ns(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import structlog
 
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.rank.member import Worker
+from zbmd.collectives.algorithms.shard_tree import whole_of
 from zbmd.collectives.torch.continuity import CONTINUITY, LOSSES, LoopLost, Standing
 from zbmd.collectives.torch.rendezvous import come_together
 from zbmd.collectives.torch.world import ScriptsEnded, world
@@ -28,7 +29,7 @@ from zbmd.training.torch.fsdp.division import Move, What
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import described, own_tensors
 from zbmd.transport import kill_points as faults
-from zbmd.transport.errors import UserError
+from zbmd.transport.errors import DeadlineExceeded, UserError
 from zbmd.transport.native._native import now_ns
 
 dist: Any = importlib.import_module("torch.distributed")
@@ -36,7 +37,9 @@ dist: Any = importlib.import_module("torch.distributed")
 log: Final = structlog.stdlib.get_logger("zbmd.torch")
 
 AGAIN_MAX: Final = 64
-"""Meetings after one loss, before the loop gives up."""
+"""Meetings after one loss, before the loop gives up; for a rank without a part, time limits that it waits."""
+WAITS_MAX: Final = 1 << 16
+"""Views of one recovery in which a rank may have no part."""
 
 
 class Meetings:
@@ -56,6 +59,8 @@ class Meetings:
         shrinks: bool,
     ) -> None:
         self._worker, self._state, self._shrinks, self._memory = worker, state, shrinks, memory
+        self.rest: Callable[[], object] = lambda: None
+        """Gives up what a rank without a part must not have."""
         self.divides = False
         """Whether the loop has had other ranks than at its beginning, so that shares are divided."""
         self._timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
@@ -85,9 +90,15 @@ class Meetings:
 
     @property
     def is_offered_more(self) -> bool:
-        """Whether there are ranks that wait to take part."""
+        """Whether there are ranks that wait to take part, and can."""
         latest = self._worker.latest
-        return self._shrinks and latest.epoch > self.epoch and len(latest.members) > self._state.ranks
+        offered = whole_of(len(latest.members), CONTINUITY.replica)
+        return self._shrinks and latest.epoch > self.epoch and offered > self._state.ranks
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether this rank has no part any more, or will have none after its step."""
+        return self._state.rank >= self._state.ranks
 
     @property
     def is_over(self) -> bool:
@@ -130,21 +141,50 @@ class Meetings:
     def recover(self, *, after: int = 0) -> bool:
         """Meet the others in a new view; return whether the transaction under way is committed after all.
 
-        after: see `come_together`. Raises `LoopLost`, and what cannot be mended by meeting again.
+        A rank without a part in the view waits for another one. after: see `come_together`. Raises
+        `LoopLost`, and what cannot be mended by meeting again; `SystemExit` if the others finish meanwhile.
         """
-        began, voters = now_ns(), self.exchange.group.view.ids
+        try:
+            self.exchange.with_all = True
+            promoted = self._recovered(after)
+            for _ in range(WAITS_MAX):
+                if self.machine.phase is not tx.Phase.WAITING:
+                    return promoted
+                self.rest()
+                ranks, of = self._state.ranks, CONTINUITY.replica
+                log.info("this rank waits: it completes no replica", ranks=ranks, replica=of)
+                promoted = self._recovered(self.epoch, waits=True)
+        finally:
+            self.exchange.with_all = False
+        raise LoopLost(f"this rank was left over by whole replicas {WAITS_MAX} times")
+
+    def _recovered(self, after: int, *, waits: bool = False) -> bool:
+        """Meet until all have come to an end; see `recover`. waits: see `come_together`."""
+        began, group, again = now_ns(), self.exchange.group, waits
+        voters = [each for each in group.view.ids if each.rank in group.members]
         for _ in range(AGAIN_MAX):
             try:
                 self.do(tx.Cut())
                 before = self.exchange.group.members
-                base = come_together(self._timeout, shrinks=self._shrinks, after=after)
+                base = come_together(self._timeout, shrinks=self._shrinks, after=after, waits=again)
                 self.divides = self.divides or (base.members != before and not self.machine.fresh)
-                self._state.rank, self._state.ranks = int(base.rank), int(base.size)
+                self._state.rank = int(base.rank)
+                self._state.ranks = whole_of(int(base.size), CONTINUITY.replica)
+                if again and not self.is_left_over and self._state.shards is not None:
+                    self._state.shards.come_back(self._state.rank, self._state.ranks)
+                again = again and self.is_left_over
                 faults.hit(points.MEET)
                 promoted = self._perform(self.do(self._met()))
                 if self.machine.phase in (tx.Phase.MEETING, tx.Phase.FRESH):
                     continue  # ranks that were behind promote, and then meet again
+            except DeadlineExceeded as error:
+                if not again:
+                    raise
+                log.info("this rank still waits: it completes no replica", reason=str(error))
             except ScriptsEnded as error:
+                if waits:
+                    log.info("the loop ended while this rank waited, without a part in it")
+                    raise SystemExit from None
                 self.do(tx.Ended(lost=bool(error.lost_of(voters)), reason=str(error)))
                 log.info("the loop ends: others have seen its last votes, and finished", reason=str(error))
                 self._state.rows = ()
@@ -188,7 +228,7 @@ class Meetings:
                     self._divide(action)
                 case tx.Adopt():
                     self._adopt()
-                case tx.Meet():
+                case tx.Meet() | tx.Wait():
                     break
                 case _:
                     raise AssertionError(f"{action} came after a meeting")

@@ -122,6 +122,7 @@ class Run:
             version, refused = (0, taken) if fresh else self._resumed(seed, taken)
             of = worker, state, self._memory
             self._meetings = Meetings(*of, version=version, fresh=fresh, shrinks=self._shrinks)
+            self._meetings.rest = self._close_recorder
             state.keep()
             if replaces:
                 faults.hit(points.COMES)
@@ -251,8 +252,6 @@ class Run:
     def _pieces(self) -> list[Piece]:
         return pieces_of(self._state, self.version)
 
-    # Passes.
-
     def _pass(self, loader: Any, number: int) -> Iterator[Any]:
         state = self._state
         if state.position.passes < number:  # the last pass was left before its end
@@ -265,9 +264,11 @@ class Run:
         while True:
             self._call_due()
             self._take_others_in()
+            if state.position.passes != number:
+                return  # the others have ended the pass while this rank had no part
             self._slow.begin(self.steps + 1)
             self._slow.phase(spans.DATA)
-            shares.draw(self._own_shares)
+            shares.draw(self._own_shares, state.position.at)
             self._slow.phase(None)
             if not shares.batches:
                 break
@@ -309,15 +310,12 @@ class Run:
 
     def _transact(self, then: Position, body: Callable[[], object]) -> None:
         """Make a transaction that is no step."""
-        while self._state.position != then:
-            self.begin(then)
-            try:
+        while self._state.position < then:  # the others may be further, if this rank had no part for a while
+            if self._meetings.machine.meets_again:
+                self._meet(self._meetings.recover)
+                continue
+            with Step(self, then):
                 body()
-            except BaseException as error:
-                if not self.end(error):
-                    raise
-            else:
-                self.end(None)
 
     def _asked_to_save(self) -> Wish:
         """Return what signals ask all ranks for, which is dealt with from now on."""
@@ -416,7 +414,7 @@ class Run:
 
     def _reached(self) -> None:
         """A transaction has ended: after a step, copy it to memory, and begin a checkpoint if one is due."""
-        if not self._is_step or self._meetings.is_over:
+        if not self._is_step or self._meetings.is_over or self._meetings.is_left_over:
             return
         self._slow.phase(spans.CHECKPOINT)
         self._memory.keep(self._state, self.version)
@@ -507,10 +505,10 @@ class Run:
         state.committed(self._then)
         self._committed = True
         self._shares.at = 0
-        if self._meetings.is_over:
-            self._miss_votes()
-        else:
+        if not self._meetings.is_over:
             self._use_votes()
+        elif self._is_step and (self._means[0] or self._recorder is not None):
+            warn_of_missing_votes(self.steps)
         if self._is_step and not promoted and not self._meetings.is_over:
             self._slow.voted(self.steps, state.rows)
         if self._is_step:  # and not a save before one, whose batch is drawn
@@ -526,15 +524,13 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.voted(votes.reports_in(rows))
 
-    def _miss_votes(self) -> None:
-        if self._is_step and (self._means[0] or self._recorder is not None):
-            warn_of_missing_votes(self.steps)
-
     def _take_others_in(self) -> None:
         """Before the next batch: have ranks that wait take part, if the last vote says so."""
         if self._grows_after == self._meetings.epoch:
             self._state.keep()
             self._meet(self._meetings.grow)
+        elif self._meetings.machine.meets_again:
+            self._meet(self._meetings.recover)
 
     def _meet(self, meeting: Callable[[], bool]) -> bool:
         """Meet the others; return whether the transaction under way is committed after all."""
@@ -542,7 +538,7 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         promoted = meeting()
-        if self._meetings.is_over:
+        if self._meetings.is_over or self._meetings.is_left_over:
             return promoted
         self._memory.enter(self._meetings.exchange.group, is_sharded=self._state.shards is not None)
         self._divide_shares()
@@ -558,11 +554,15 @@ class Run:
         self._slow.enter(self._meetings.exchange.group, self._shares.passes(self._state.ranks))
         if not self._meetings.divides:
             return
-        if self._recorder is not None and self._state.rank:
-            self._recorder.close()
-            self._recorder = None
+        if self._state.rank:
+            self._close_recorder()
         if self._recorder is None and self._checkpoints is not None:
             self._open_recorder(fresh=True)
+
+    def _close_recorder(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
     def _end_rehearsal(self) -> None:
         """A pass of a step has ended, of one share of a batch, or so that models know their graphs.

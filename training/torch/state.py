@@ -222,9 +222,13 @@ def shares_of(state: LoopState, shares: int, *, exact: bool | int, shrinks: bool
             "may keep other states in its optimizers, and those of a lost rank belong to no other; run it "
             "with --on-loss replace"
         )
-    if shrinks and len(CONTINUITY.groups) > 1:
-        raise UserError(f"{why} takes the default process group alone: others would miss ranks")
     made.check()
+    follow: list[Any] = []
     if shrinks and state.shards is not None:
         state.shards.divides_for = why
+        follow = state.shards.follow_ranks(why)
+    if shrinks and any(each not in follow for each in CONTINUITY.groups[1:]):
+        raise UserError(
+            f"{why} takes the default process group, and those of a hybrid mesh: others would miss ranks"
+        )
     return made

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Protocol
 
 from zbmd.collectives.torch.continuity import CONTINUITY, Standing
+from zbmd.training.torch.transfer import Position
 from zbmd.transport.errors import UserError
 
 
@@ -17,8 +18,8 @@ class StepAborted(BaseException):
 class Transacting(Protocol):
     """A run, as its steps see it."""
 
-    def begin(self) -> None:
-        """A transaction begins."""
+    def begin(self, then: Position | None = None) -> None:
+        """A transaction begins: of a step, unless `then` is the position after it."""
         ...
 
     def end(self, error: BaseException | None) -> bool:
@@ -27,13 +28,16 @@ class Transacting(Protocol):
 
 
 class Step:
-    """`with run.step():` the body is one step, which is repeated if a rank is lost before its commit."""
+    """`with run.step():` the body is one step, which is repeated if a rank is lost before its commit.
 
-    def __init__(self, run: Transacting) -> None:
-        self._run = run
+    then: of a transaction that is no step, the position after it.
+    """
+
+    def __init__(self, run: Transacting, then: Position | None = None) -> None:
+        self._run, self._then = run, then
 
     def __enter__(self) -> None:
-        self._run.begin()
+        self._run.begin(self._then)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,5 +63,5 @@ def warn_of_missing_votes(step: int) -> None:
         f"step {step} is the last one, and the ranks that have all votes for it have finished: "
         "run.metrics has the means of the step before, and the ledger ends with that",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=4,
     )

@@ -37,7 +37,8 @@ there (`Recall`), and all meet again: then they have it, as if they had never be
 alone on another node keeps the ward's copy there as well: the memory of such a node may be lost.
 
 If there are fewer or more ranks than before, the sharded state is divided again (`fsdp.division`): all
-receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (`Adopt`).
+receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (`Adopt`). In a hybrid mesh
+whole replicas go on: ranks that are left over give what they have, and then `Wait`, as fresh ranks.
 """
 
 from __future__ import annotations
@@ -53,15 +54,14 @@ from zbmd.training.torch.fsdp.division import (
     Held,
     Holder,
     Move,
+    Plan,
     Report,
-    What,
     holders_of,
-    is_divided,
     lost_part,
     missing_held,
-    moves_of,
     newest_held,
     next_number,
+    plan_of,
     settled,
 )
 from zbmd.transport.capture.registry import MachineKind, register
@@ -85,6 +85,8 @@ class Phase(Enum):
     TAKING = "taking"
     RECALLING = "recalling"
     DIVIDING = "dividing"
+    WAITING = "waiting"
+    """It has no part, and waits for ranks to be lost, or to come."""
     ENDED = "ended"
     """Others have finished their scripts: the last transaction is committed, and no further one can be."""
     FAILED = "failed"
@@ -242,8 +244,8 @@ class Recall:
 class Divide:
     """Exchange parts of the state of `version` with all, and keep what has come beside the own part.
 
-    division: the part that this rank is to have. holders: of the parts of the division before. source: the
-    rank that says what the state consists of.
+    division: the part that this rank is to have, if it is to have one. holders: of the parts of the division
+    before. source: the rank that says what the state consists of.
     """
 
     version: int
@@ -263,6 +265,11 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Have no part in the loop until there is another view, and meet in that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
     """The loop cannot go on. lost: its state is gone; else ranks disagree.
 
@@ -277,7 +284,9 @@ class Fail:
 Event: TypeAlias = (
     Prepared | Delivered | AllVoted | Cut | Met | Ended | Shared | Taken | Kept | Recalled | Divided | Agreed
 )
-AtMeetings: TypeAlias = Meet | Share | Promote | Repeat | Give | Take | Recall | Move | Divide | Agree | Adopt
+AtMeetings: TypeAlias = (
+    Meet | Share | Promote | Repeat | Give | Take | Recall | Move | Divide | Agree | Adopt | Wait
+)
 Action: TypeAlias = Deliver | Vote | Commit | Fail | AtMeetings
 
 
@@ -303,8 +312,7 @@ class Transactions:
         self.version = version
         self.phase = Phase.FRESH if fresh else Phase.MEETING if sharded else Phase.OPEN
         self.voted = self.keeps = False
-        self.fresh, self.sharded, self.held = fresh, sharded, held
-        self.distinct = distinct
+        self.fresh, self.sharded, self.held, self.distinct = fresh, sharded, held, distinct
         self._recalls: tuple[Held, int] | None = None
         """The part that is being taken from memory, and the number of its division."""
         self._prepares = Prepared()
@@ -315,18 +323,16 @@ class Transactions:
         self.first = (place, size)
         """Its place among the first ranks, and their number."""
         self._number = 0
-        self._stays: Division | None = None
-        """The part of a rank of this place, if the state stays divided as it is."""
-        self.division = Division(number=0, size=size, place=place) if sharded and not fresh else None
+        self.division: Division | None = None
         """The part that this rank has."""
+        if sharded and not fresh:
+            self.division = Division(number=0, size=size, place=place, distinct=distinct)
         self.ready: Division | None = None
         """A part that it has received, and that not all may have."""
-        self._moves: tuple[Move, ...] = ()
-        """Of the meeting under way, of all ranks, in the order in which they are made."""
-        self._next: Division | None = None
-        """The part that it is to have after the meeting under way; None: the state stays divided as it is."""
-        self._holders: tuple[Holder, ...] = ()
-        self._behind = False
+        self._plan = Plan()
+        """Of the meeting under way."""
+        self._behind = self.meets_again = False
+        """meets_again: once this rank has ended its step, it has to meet the others again in this view."""
 
     @property
     def report(self) -> Report:
@@ -358,6 +364,7 @@ class Transactions:
                     "others have finished their scripts, and this rank's goes on: scripts differ"
                 )
             case Cut():
+                self.meets_again = False
                 self.phase = Phase.FRESH if self.fresh else Phase.MEETING
                 return [Meet()]
             case Met():
@@ -373,13 +380,13 @@ class Transactions:
                 return self._recalled(event)
             case Divided():
                 self._expect(event, Phase.DIVIDING)
-                self.ready, self.version = self._next, self._target
+                self.ready, self.version = self._plan.division, self._target
                 return [Agree()]
             case Agreed():
                 self._expect(event, Phase.DIVIDING)
                 self.phase = Phase.OPEN
                 self._adopt()
-                return [Adopt()]
+                return self._wait() if self.fresh else [Adopt()]
             case Kept():
                 self._expect(event, Phase.OPEN)
                 self.keeps = self.sharded
@@ -390,11 +397,10 @@ class Transactions:
         assert not (self.fresh and self.voted), "a fresh rank has voted"
         assert not (self.fresh and self.keeps), "a fresh rank has a copy"
         assert self.phase is not Phase.VOTED or self.voted
-        takes = (Phase.FRESH, Phase.TAKING, Phase.RECALLING)
+        takes = (Phase.FRESH, Phase.TAKING, Phase.RECALLING, Phase.WAITING)
         assert self.fresh or self.phase not in takes, "an old rank takes a state"
-        assert not self.fresh or self.phase not in (Phase.OPEN, Phase.VOTED, Phase.ENDED), (
-            "a fresh rank computes"
-        )
+        computes = self.phase in (Phase.OPEN, Phase.VOTED, Phase.ENDED)
+        assert not (self.fresh and computes), "a fresh rank computes"
 
     def _expect(self, event: Event, *phases: Phase) -> None:
         if self.phase not in phases:
@@ -409,13 +415,8 @@ class Transactions:
 
     def _vote(self, event: Prepared) -> list[Action]:
         self.phase, self.voted = Phase.VOTED, True
-        ballot = Ballot(
-            version=self.version,
-            holds=self.sharded,
-            digests=event.digests,
-            copy=event.copy,
-        )
-        return [Vote(ballot=ballot)]
+        told = {"digests": event.digests, "copy": event.copy}
+        return [Vote(ballot=Ballot(version=self.version, holds=self.sharded, **told))]
 
     def _all_voted(self, event: AllVoted) -> list[Action]:
         self._expect(event, Phase.VOTED)
@@ -438,22 +439,29 @@ class Transactions:
         self.phase, self.voted = Phase.OPEN, False
 
     def _adopt(self) -> None:
-        self.division, self.ready, self.keeps, self.fresh = self.ready, None, True, False
+        """Have the part that is ready count; if that is none, be as a rank that has come late."""
+        waits = self.ready is not None and self.ready.is_left_over
+        self.division, self.ready = None if waits else self.ready, None
+        self.keeps, self.fresh = not waits, waits
+        if waits:
+            self.voted, self.held = False, ()
+
+    def _wait(self) -> list[Action]:
+        self.phase = Phase.WAITING
+        return [Wait()]
 
     def _met(self, event: Met) -> list[Action]:
         self._expect(event, Phase.MEETING, Phase.FRESH)
-        if event.reports[event.place] != self.report:
-            raise LocalProtocolError(
-                f"{event.reports[event.place]} came as the own report, not {self.report}"
-            )
+        if (own := event.reports[event.place]) != self.report:
+            raise LocalProtocolError(f"{own} came as the own report, not {self.report}")
         if not self.sharded:
             return self._go_to(event.place, event.reports)
         reports, adopts = tuple(settled(event.reports)), list[Action]()
         if reports[event.place].division != self.division:
             # Another rank has seen that all had their parts, so this one has its own.
             self._adopt()
-            self.phase = Phase.MEETING
-            adopts = [Adopt()]
+            self.phase = Phase.FRESH if self.fresh else Phase.MEETING
+            adopts = [] if self.fresh else [Adopt()]
         self.ready, self._number = None, next_number(event.reports)
         return [*adopts, *self._go_to(event.place, reports)]
 
@@ -493,30 +501,29 @@ class Transactions:
             if not missing:
                 return self._fail(lost, lost=True)
             return self._recall(self.held, self._target, len(holders_of(reports)), missing, max(numbers))
-        moves, self._next = moves_of(reports, self._target, self._source, self.distinct), None
-        if not is_divided(reports):
-            moves = [each for each in moves if each.what is What.REST]
-            self._next = Division(number=self._number, size=len(reports), place=self._place)
-            self._holders = tuple(each for each in holders_of(reports) if each is not None)
-        self._moves = tuple(moves)
-        self._stays = Division(number=max(numbers), size=len(reports), place=self._place)
+        part = Division(number=max(numbers), size=0, place=self._place, distinct=self.distinct)
+        self._plan = plan_of(reports, self._target, self._source, part, self._number)
         return []
 
     def _go_on(self) -> list[Action]:
         target = self._target
         if self.version < target and not self.fresh:
             self._commit()
+            self.meets_again = self.sharded and bool(self._plan.moves or self._plan.divides)
             return [Promote(version=target)]
-        if self._behind and (self._moves or self._next is not None):
+        plan, part = self._plan, self._plan.division
+        if self._behind and (plan.moves or plan.divides):
             # A rank that promotes is in the middle of a step: no shard can be of one version until it has
-            # ended that, and finds that the others have given up their groups.
+            # ended that. All that are to compute may be such ranks, so nobody else would tell them.
             self.phase = Phase.FRESH if self.fresh else Phase.MEETING
             return [Meet()]
-        own = [move for move in self._moves if self._place in (move.source, move.target)]
-        if self._next is not None:
+        own = [move for move in plan.moves if self._place in (move.source, move.target)]
+        if plan.divides and part is not None:
             self.phase, self.voted = Phase.DIVIDING, False
-            divide = Divide(version=target, division=self._next, holders=self._holders, source=self._source)
+            divide = Divide(version=target, division=part, holders=plan.holders, source=self._source)
             return [*([] if self.fresh else [Repeat(version=target)]), *own, divide]
+        if part is not None and part.is_left_over:
+            return self._wait()
         if self.fresh:
             self.phase = Phase.TAKING
             return [*own] if self.sharded else [Take(version=target, source=self._source)]
@@ -553,15 +560,13 @@ class Transactions:
         self.version, self.fresh, self.phase = held.version, False, Phase.MEETING
         self.keeps = self.sharded and held.keeps
         if self.sharded:
-            self.division = Division(number=number, size=held.size, place=held.place)
+            self.division = Division(number=number, size=held.size, place=held.place, distinct=self.distinct)
         return [Meet()]
 
     def _taken(self, event: Taken) -> list[Action]:
         self._expect(event, Phase.TAKING)
         self.version, self.fresh, self.phase = event.version, False, Phase.OPEN
-        self.keeps = self.sharded
-        if self.sharded:
-            self.division = self._stays
+        self.keeps, self.division = self.sharded, self._plan.division
         return []
 
     def _fail(self, reason: str, *, lost: bool = False) -> list[Action]:
@@ -591,5 +596,5 @@ def _build(config: Mapping[str, Any]) -> Transactions:
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 8, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 9, _build, events=Event, actions=Action, states=(Transactions,)
 )

@@ -4,6 +4,10 @@ Part p of a division of n has the rows of each parameter that `fully_shard` give
 its own part and a copy of its ward's, the rank before. So all parts are there if no rank is lost together
 with the next one, and the ranks of the next division put theirs together from them.
 
+In a hybrid mesh there are `distinct` parts, and rank p has part p modulo `distinct`, as `fully_shard` deals
+them. A number of ranks that is no whole number of replicas leaves some over: they give what they have, and
+get no part. They are the last ones, and wait for others to complete a replica with.
+
 A division is made in two phases, as a step is: each rank receives its part while it keeps the old one; all
 agree that all have done so; each adopts its part. A rank that has not seen the agreement adopts when it meets
 another one that has. Imports nothing of PyTorch.
@@ -12,18 +16,29 @@ another one that has. Imports nothing of PyTorch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
+
+from zbmd.collectives.algorithms.shard_tree import whole_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Part `place` of `size`. number: of the division; a later one has a higher number."""
+    """The part of rank `place` of `size`. number: of the division; a later one has a higher number.
+
+    distinct: the number of parts after which they repeat, in a hybrid mesh; 0: none is another's.
+    """
 
     number: int
     size: int
     place: int
+    distinct: int = 0
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether it has no part."""
+        return self.place >= self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +137,29 @@ def keeps_ward(nodes: Sequence[int], place: int) -> bool:
     return ward != nodes[place] and nodes.count(ward) == 1
 
 
+def ranks_of_replica(place: int, size: int, distinct: int) -> range:
+    """Return the ranks of a hybrid mesh of `size` that have a whole state together, with that of a place."""
+    first = whole_of(place, distinct)
+    return range(first, min(size, first + distinct))
+
+
+def ranks_of_part(place: int, size: int, distinct: int) -> range:
+    """Return the ranks of a hybrid mesh of `size` that have the same part as that of a place."""
+    return range(place % distinct, size, distinct)
+
+
 def rows_of(rows: int, size: int, place: int) -> tuple[int, int]:
     """Return the rows [begin, stop) that `fully_shard` gives rank `place` of `size`: see `torch.chunk`."""
     chunk = -(-rows // size)
     return min(rows, place * chunk), min(rows, (place + 1) * chunk)
 
 
-def windows_of(rows: int, size: int, place: int) -> list[tuple[int, int]]:
-    """Return the rows that a rank holds: of its own part, and of its ward's if it has one."""
-    places = [place] if size == 1 else [place, ward_of(place, size)]
-    return [rows_of(rows, size, each) for each in places]
+def windows_of(rows: int, size: int, place: int, distinct: int = 0) -> list[tuple[int, int]]:
+    """Return the rows that a rank holds: of its own part, and of its ward's, if it has them."""
+    if place >= size:
+        return []
+    places, parts = [place] if size == 1 else [place, ward_of(place, size)], distinct or size
+    return [rows_of(rows, parts, each % parts) for each in places]
 
 
 def pieces_of(rows: int, parts: int, windows: Sequence[tuple[int, int]]) -> list[Piece]:
@@ -158,23 +186,25 @@ def settled(reports: Sequence[Report]) -> list[Report]:
     found = []
     for each in reports:
         adopts = each.ready is not None and each.ready.number == number and each.division != each.ready
+        waits = adopts and each.ready is not None and each.ready.is_left_over
         found.append(
             Report(
                 version=each.version,
-                voted=each.voted,
-                fresh=each.fresh and not adopts,
-                keeps=each.keeps or adopts,
-                division=each.ready if adopts else each.division,
+                voted=each.voted and not waits,
+                fresh=waits or (each.fresh and not adopts),
+                keeps=not waits and (each.keeps or adopts),
+                division=None if waits else each.ready if adopts else each.division,
                 held=() if adopts else each.held,
             )
         )
     return found
 
 
-def is_divided(reports: Sequence[Report]) -> bool:
+def is_divided(reports: Sequence[Report], distinct: int = 0) -> bool:
     """Return whether all ranks that have a part have that of their place among these."""
     parts = {at: each.division for at, each in enumerate(reports) if each.division is not None}
-    return all((part.place, part.size) == (at, len(reports)) for at, part in parts.items())
+    size = whole_of(len(reports), distinct)
+    return all((part.place, part.size) == (at, size) for at, part in parts.items())
 
 
 def next_number(reports: Sequence[Report]) -> int:
@@ -205,6 +235,8 @@ def holders_of(reports: Sequence[Report], distinct: int = 0) -> list[Holder | No
 def lost_part(reports: Sequence[Report], distinct: int = 0) -> str:
     """Return which part nobody has any more; "": each is there. Arguments: of `holders_of`."""
     holders, again = holders_of(reports, distinct), "start the run again, from its last checkpoint"
+    if len(reports) < distinct:
+        return f"{len(reports)} ranks are left, and a replica of the hybrid mesh takes {distinct}: {again}"
     for place, holder in enumerate(holders):
         if holder is not None:
             continue
@@ -284,8 +316,8 @@ def moves_of(reports: Sequence[Report], version: int, source: int, distinct: int
     distinct: see `holders_of`. A part comes from a buddy, or, if that has no copy, from a replica. All make
     their moves in this order, so none waits in a circle.
     """
-    size, moves = len(reports), list[Move]()
-    for place, report in enumerate(reports):
+    size, moves = whole_of(len(reports), distinct), list[Move]()
+    for place, report in enumerate(reports[:size]):
         if report.fresh:
             moves.append(Move(version=version, what=What.REST, source=source, target=place))
             giver = Holder(buddy_of(place, size), True)
@@ -293,9 +325,40 @@ def moves_of(reports: Sequence[Report], version: int, source: int, distinct: int
                 giver = holders_of(reports, distinct)[place] or giver
             what = What.SHARD if giver.copy else What.REPLICA
             moves.append(Move(version=version, what=what, source=giver.rank, target=place))
-    without = [place for place, report in enumerate(reports) if not report.keeps] if size > 1 else []
+    without = [place for place, report in enumerate(reports[:size]) if not report.keeps] if size > 1 else []
     wards = sorted((ward_of(place, size) for place in without), key=lambda ward: (ward % 2, ward))
     moves += [
         Move(version=version, what=What.COPY, source=ward, target=buddy_of(ward, size)) for ward in wards
     ]
     return moves
+
+
+class Plan(NamedTuple):
+    """What is done in a meeting so that each rank has its part.
+
+    moves: of all ranks, in the order in which they are made. division: this rank's afterwards. divides: it is
+    another one. holders: of the parts of the old division, if they are divided again.
+    """
+
+    moves: tuple[Move, ...] = ()
+    division: Division | None = None
+    divides: bool = False
+    holders: tuple[Holder, ...] = ()
+
+
+def plan_of(reports: Sequence[Report], version: int, source: int, part: Division, number: int) -> Plan:
+    """Return what the rank of `part` is to do. part: as the state is divided; number: of the next division.
+
+    version, source: see `moves_of`. None of the parts is lost.
+    """
+    distinct, size = part.distinct, whole_of(len(reports), part.distinct)
+    moves, part = moves_of(reports, version, source, distinct), replace(part, size=size)
+    if is_divided(reports, distinct):
+        return Plan(tuple(moves), part)
+    holders = holders_of(reports, distinct)[: distinct or None]
+    return Plan(
+        tuple(each for each in moves if each.what is What.REST),
+        replace(part, number=number),
+        True,
+        tuple(each for each in holders if each is not None),
+    )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
-from zbmd.training.torch.fsdp.division import rows_of
+from zbmd.training.torch.fsdp.division import ranks_of_part, ranks_of_replica, rows_of
 from zbmd.transport.errors import UserError
 
 torch: Any = importlib.import_module("torch")
@@ -36,6 +37,10 @@ PRIVATE: Final = {
     "DTensor": ("_local_tensor", "_spec"),
 }
 """Attributes that are used here, by the class that has them, as of PyTorch 2.13."""
+
+
+_OF_GROUPS: Final = ("_dim_group_names", "_pg_registry")
+"""Attributes of a mesh that stay: its process groups are the same objects."""
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -151,13 +156,20 @@ class ShardedModules:
 
     def require_divisible(self, models: Sequence[Any], why: str) -> None:
         """Raise `UserError` for what cannot be divided again for another number of ranks."""
-        for model in models:
-            for name, parameter in model.named_parameters():
-                if not is_sharded(parameter) or [*parameter.placements] != [placements.Shard(0)]:
-                    raise UserError(
-                        f"{why} takes models of which fully_shard has sharded each parameter by rows, over a "
-                        f"mesh of one dimension: {name} is not"
-                    )
+        named = [each for model in models for each in model.named_parameters()]
+        replica = self.distinct([parameter for _, parameter in named])
+        wanted = [*([placements.Replicate()] if replica else []), placements.Shard(0)]
+        for name, parameter in named:
+            if not is_sharded(parameter) or [*parameter.placements] != wanted:
+                raise UserError(
+                    f"{why} takes models of which fully_shard has sharded each parameter by rows, over a "
+                    f"mesh of one dimension, or of all ranks in order by (replicate, shard): {name} is not"
+                )
+        if replica and not 1 < replica < dist.get_world_size():
+            raise UserError(
+                f"{why} takes hybrid meshes of two replicas or more, of two ranks or more each: the shape of "
+                f"this one is ({dist.get_world_size() // replica}, {replica}); use a mesh of one dimension"
+            )
         for group in self.groups:
             if group.mesh_info.mesh.size() != dist.get_world_size():
                 raise UserError(f"{why} takes models that are sharded over all ranks")
@@ -166,14 +178,25 @@ class ShardedModules:
             if group._all_reduce_hook is not None:
                 raise UserError(f"{why} takes models without set_all_reduce_hook")
 
+    @property
+    def _meshes(self) -> list[Any]:
+        found = {id(group.mesh_info.mesh): group.mesh_info.mesh for group in self.groups}
+        return [*found.values()]
+
+    def follow(self, replica: int) -> list[Any]:
+        """Have the process groups of hybrid meshes follow the number of ranks; return them."""
+        found = [mesh.get_group(dim) for mesh in self._meshes for dim in (0, 1)]
+        for number, group in enumerate(found):
+            group.ranks_of = partial((ranks_of_part, ranks_of_replica)[number % 2], distinct=replica)
+        return found
+
     def divide(self) -> None:
         """Have the shards of this rank of the default group: the same parameters, of zeros.
 
         What `fully_shard` derived from the number of ranks is derived again; meshes stay the same objects.
         """
         self.reset()
-        meshes = {id(group.mesh_info.mesh): group.mesh_info.mesh for group in self.groups}
-        for mesh in meshes.values():
+        for mesh in self._meshes:
             _renew(mesh)
         debug._clear_sharding_prop_cache()  # which has results for the meshes as they were
         for group in self.groups:
@@ -185,11 +208,23 @@ class ShardedModules:
 def _renew(mesh: Any) -> None:
     """Have a mesh of all ranks be one of those that there are now."""
     ranks, default = dist.get_world_size(), dist.distributed_c10d._get_default_group()
-    dist.distributed_c10d._world.pg_group_ranks[default] = {rank: rank for rank in range(ranks)}
+    known = dist.distributed_c10d._world.pg_group_ranks
+    known[default] = {rank: rank for rank in range(ranks)}
+    if mesh.ndim == 1:
+        now = meshes_of_torch.DeviceMesh(
+            mesh.device_type, torch.arange(ranks), mesh_dim_names=mesh.mesh_dim_names
+        )
+        mesh.__dict__.update(now.__dict__)
+        return
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    for group in groups:
+        known[group] = {rank: place for place, rank in enumerate(group.ranks)}
+    shape = torch.arange(ranks).view(-1, groups[-1].size())
     now = meshes_of_torch.DeviceMesh(
-        mesh.device_type, torch.arange(ranks), mesh_dim_names=mesh.mesh_dim_names
+        mesh.device_type, shape, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False
     )
-    mesh.__dict__.update(now.__dict__)
+    made = {name: value for name, value in now.__dict__.items() if name not in _OF_GROUPS}
+    mesh.__dict__.update(made)
 
 
 def _divide(each: Any, info: Any) -> None:

@@ -23,7 +23,7 @@ class Redivision:
         self._division, self._holders = division, holders
 
     def _windows(self, place: int) -> list[tuple[int, int]]:
-        return windows_of(self._rows, self._division.size, place)
+        return windows_of(self._rows, self._division.size, place, self._division.distinct)
 
     def _pieces(self, source: int, target: int) -> list[Piece]:
         """Return what `source` sends to `target`, in order."""
@@ -34,7 +34,7 @@ class Redivision:
         self, group: Group, end_ns: int, held: Mapping[int, Sequence[Any]], dtypes: Sequence[Any]
     ) -> list[list[Any]]:
         """Return the arrays of each window of this rank. held: of each old part that others have from it."""
-        size, place = self._division.size, self._division.place
+        size, place = group.size, self._division.place
         outbox, sends = list[Any](), list[int]()
         for target in range(size):
             rows = [self._read(held[piece.part], piece) for piece in self._pieces(place, target)]

@@ -17,6 +17,7 @@ from typing import Any, Final
 import structlog
 
 from zbmd.collectives.group.group import Group
+from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.training.torch.fsdp.division import (
     Division,
     Held,
@@ -164,6 +165,20 @@ class Shards:
         """The number of shards after which they repeat, in a hybrid mesh; 0: ranks may have others."""
         return 0 if self.mirror is not None else self.modules.distinct(self._own.parameters)
 
+    def follow_ranks(self, why: str) -> list[Any]:
+        """Have the loop go on with whole replicas of a hybrid mesh; return its process groups.
+
+        Raises `UserError` if the ranks of a column of the mesh may have other states. why: see `Shares`.
+        """
+        replica = self.modules.distinct(self._own.parameters)
+        if replica and self.mirror is not None:
+            raise UserError(
+                f"{why} takes optimizers that communicate in step() over meshes of one dimension: in a "
+                "hybrid mesh each replica may keep another state of them"
+            )
+        CONTINUITY.replica = replica
+        return self.modules.follow(replica) if replica else []
+
     def commit(self) -> None:
         """The transaction under way is committed."""
         if self.mirror is not None:
@@ -306,7 +321,7 @@ class Shards:
             }
             for of in (0, 1)
         )
-        self._received = _Received(division, own, ward)
+        self._received = None if division.is_left_over else _Received(division, own, ward)
 
     def _held(self, holders: Sequence[Holder], rank: int) -> dict[int, Any]:
         """Return the parts of the old division that others are to have from this rank."""
@@ -337,10 +352,7 @@ class Shards:
         received = self._adopted
         if received is None or (received.division.place, received.division.size) != (rank, ranks):
             return
-        self._adopted, self._rank, self._size = None, rank, ranks
-        self._settle_copy()
-        self._replica = self._in = None
-        self.modules.divide()
+        self._be_at(rank, ranks)
         self._own.load(received.own)
         if self.mirror is not None:
             self.mirror.divided(received.ward if ranks > 1 else None)
@@ -348,3 +360,14 @@ class Shards:
         self._out = self._new_letter()
         if self._size > 1 and received.ward is not None:
             self._keep_copy(received.ward)
+
+    def come_back(self, rank: int, ranks: int) -> None:
+        """Have room for another part, which is to come from others: this rank has had none for a while."""
+        self._be_at(rank, ranks)
+        self._out = self._new_letter()
+
+    def _be_at(self, rank: int, ranks: int) -> None:
+        self._adopted, self._rank, self._size = None, rank, ranks
+        self._settle_copy()
+        self._replica = self._in = None
+        self.modules.divide()

@@ -1,6 +1,6 @@
 """A recorded loop whose rank 0 waits, each time after two steps, until the job has another number of ranks.
 
-Arguments: ddp or fsdp, the directory of its records, and the numbers of ranks to wait in: 1,2. If
+Arguments: ddp, fsdp, or hybrid: replicas of two ranks each; the directory of its records, and the numbers of ranks to wait in: 1,2. If
 FIRST is set, whichever rank is 0 waits until a rank of this number or a higher one has come, and all tell the
 state that they end with. EXACT: the number of logical shares over DDP.
 """
@@ -45,14 +45,14 @@ class Waits:
         elif os.environ["RANK"] == "0" and SIZES and SIZES[0] == size and step >= self._begun + 2:
             SIZES.pop(0)
             print(f"waits in a group of {size}", flush=True)
-            until_other_than(size)
+            until_others_than(members() if len(members()) == size else ())
 
     def _wait_for_newcomers(self, step: int, size: int) -> None:
         """Wait until they are there; a loss is to be dealt with first."""
         if step < 2 or dist.get_rank() or any(rank >= FIRST for rank in members()):
             return
         print(f"waits in a group of {size}", flush=True)
-        until_other_than(size)
+        until_others_than(members())
 
 
 def members() -> tuple[int, ...]:
@@ -61,10 +61,10 @@ def members() -> tuple[int, ...]:
     return found
 
 
-def until_other_than(size: int) -> None:
-    """Return once the job has not so many ranks any more."""
+def until_others_than(ranks: tuple[int, ...]) -> None:
+    """Return once the job has other ranks; some of them may have no part in the loop."""
     never = threading.Event()
-    while len(members()) == size:
+    while members() == ranks:
         never.wait(0.02)
 
 
@@ -74,8 +74,13 @@ def model_of(kind: str) -> Any:
     if kind == "ddp":
         return importlib.import_module("torch.nn.parallel").DistributedDataParallel(net)
     fully_shard: Any = importlib.import_module("torch.distributed.fsdp").fully_shard
-    fully_shard(net[0])
-    return fully_shard(net)
+    options: dict[str, Any] = {}
+    if kind == "hybrid":
+        meshes: Any = importlib.import_module("torch.distributed.device_mesh")
+        shape, names = (dist.get_world_size() // 2, 2), ("replicate", "shard")
+        options["mesh"] = meshes.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    fully_shard(net[0], **options)
+    return fully_shard(net, **options)
 
 
 def tell_whole(model: Any, optimizer: Any) -> None:

@@ -19,7 +19,7 @@ MUTATIONS = [
     Mutation(
         "shards move while a rank is in the middle of a step",
         "shards",
-        (Edit(f"{LOOP}._go_on", "self._behind and (self._moves or self._next is not None)", "False"),),
+        (Edit(f"{LOOP}._go_on", "self._behind and (plan.moves or plan.divides)", "False"),),
         ANY,
         seed=8,
     ),
@@ -35,10 +35,10 @@ MUTATIONS = [
         "shards",
         (
             Edit(
-                f"{LOOP}._divisions",
-                "moves_of(reports, self._target, self._source, self.distinct), None",
-                "[move for move in moves_of(reports, self._target, self._source, self.distinct)"
-                " if move.what is not What.COPY or not reports[move.target].fresh], None",
+                f"{DIVISION}:plan_of",
+                "tuple(moves_of(reports, version, source, distinct))",
+                "tuple(move for move in moves_of(reports, version, source, distinct)"
+                " if move.what is not What.COPY or not reports[move.target].fresh)",
             ),
         ),
         BROKEN,
@@ -57,6 +57,14 @@ MUTATIONS = [
         ANY,
         "--ranks 3 --length 1 --faults 1",
         seed=7,
+    ),
+    Mutation(
+        "ranks that promote go on without those that complete no replica",
+        "hybrid",
+        (Edit(f"{LOOP}._go_on", "self.sharded and bool(self._plan.moves or self._plan.divides)", "False"),),
+        ANY,
+        "--ranks 4 --length 6 --faults 1",
+        seed=538,
     ),
 ]
 

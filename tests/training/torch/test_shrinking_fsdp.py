@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -95,6 +96,30 @@ async def test_a_part_that_all_have_received_counts_although_nobody_has_seen_so(
     assert len(ends) == 2 and len(set(ends)) == 1, "\n".join(lines)
     wanted = await undisturbed(tmp_path / "whole", "plain", 4)
     assert losses_in(tmp_path / "run", 4) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fault", "sizes", "ended"),
+    [
+        (4, "rank2:loop.begin:3+rank3:loop.begin:3", [4, 2], {"0", "1"}),
+        (4, "rank1:loop.prepared:2", [4, 2], {"0", "2"}),
+        (6, "rank1:loop.begin:3,rank0:loop.begin:5", [6, 3], {"2", "3", "4"}),
+    ],
+)
+async def test_a_hybrid_mesh_goes_on_with_whole_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, fault: str, sizes: list[int], ended: set[str]
+) -> None:
+    """A whole replica is lost; ranks that are left over wait; one that has waited takes a part."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    if ("hybrid", ranks) not in _undisturbed():
+        _undisturbed()["hybrid", ranks] = losses_in(*await shrunk(tmp_path / "whole", "hybrid", "", ranks))
+    out = tmp_path / "run"
+    lines = await shrink(PROGRAM, fault, ranks, {"MODE": "hybrid", "OUT": str(out), "WHOLE": "1"})
+    ends = {line.partition(":")[0]: line.partition("ends with ")[2] for line in lines if "ends with" in line}
+    assert ends.keys() == ended and len({*ends.values()}) == 1, "\n".join(lines)
+    records = read_log(out / LOG_NAME)[1]
+    assert [size for size, _ in itertools.groupby(len(each.members) for each in records)] == sizes
+    assert losses_in(out, ranks) == pytest.approx(_undisturbed()["hybrid", ranks], rel=1e-4)
 
 
 async def test_a_checkpoint_of_fewer_ranks_is_read_by_any_number(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.ballots import Ballot
-from zbmd.training.torch.fsdp.division import Division, Move, Report, What, buddy_of, ward_of
+from zbmd.training.torch.fsdp.division import Division, Holder, Move, Report, What, buddy_of, ward_of
 from zbmd.training.torch.fsdp.slots import Slots
 from zbmd.training.torch.transaction import Phase, Transactions
 from zbmd.transport.errors import LocalProtocolError
@@ -337,6 +337,51 @@ def test_a_shard_of_a_hybrid_mesh_comes_from_a_rank_that_has_it(
             has = one.source if one.what is What.REPLICA else ward_of(one.source, size)
             assert (has - place) % distinct == 0
             assert reports[one.source] == "3k" or (reports[one.source], one.what) == ("3", What.REPLICA)
+
+
+def test_a_rank_that_completes_no_replica_gives_what_it_has_and_waits() -> None:
+    """In a mesh of two times two, rank 1 is lost: of the others the first two make a replica."""
+    machines = [sharded("3k", place, 4) for place in (0, 2, 3)]
+    for one in machines:
+        one.distinct = 2
+    reports = tuple(one.report for one in machines)
+    for place, one in enumerate(machines):
+        actions = one.handle(tx.Met(place=place, reports=reports), now_ns=0)
+        divide = actions[-1]
+        assert isinstance(divide, tx.Divide) and divide.division.is_left_over == (place == 2)
+        assert divide.holders == (Holder(0, False), Holder(1, True))  # rank 2 has kept rank 1's part
+        assert one.handle(tx.Divided(), now_ns=0) == [tx.Agree()]
+    waits = machines[2]
+    assert waits.handle(tx.Agreed(), now_ns=0) == [tx.Wait()] and waits.phase is Phase.WAITING
+    waits.check_invariants()
+    assert waits.report.fresh and waits.report.division is None
+    assert machines[0].handle(tx.Agreed(), now_ns=0) == [tx.Adopt()]
+    # Rank 0 is lost before the other has seen that all agree; that counts, and the one that waits has a part.
+    reports = (machines[1].report, waits.report)
+    for one in machines[1:]:
+        one.handle(tx.Cut(), now_ns=0)
+    (moved, *_) = waits.handle(tx.Met(place=1, reports=reports), now_ns=0)
+    assert moved == move(What.REST, 0, 1)
+
+
+def test_ranks_that_come_complete_replicas_with_one_that_waits() -> None:
+    """Of two that train, one that waits and four that come six make three replicas; one is left over."""
+    reports = [*(sharded("3k", place, 2).report for place in (0, 1)), *([sharded("f").report] * 5)]
+    for place in range(7):
+        one = sharded("3k", place, 2) if place < 2 else sharded("f")
+        one.distinct = 2
+        *moves, divide = one.handle(tx.Met(place=place, reports=tuple(reports)), now_ns=0)
+        rest = [each.target for each in moves if isinstance(each, Move) and each.what is What.REST]
+        assert rest == ([2, 3, 4, 5] if place == 0 else [place] if 2 <= place < 6 else [])
+        assert isinstance(divide, tx.Divide) and divide.division.size == 6
+        assert divide.division.is_left_over == (place == 6) and len(divide.holders) == 2
+
+
+def test_too_few_ranks_for_a_replica_end_the_loop() -> None:
+    one = sharded("3k", 0, 4)
+    one.distinct = 2
+    (fail,) = one.handle(tx.Met(place=0, reports=(one.report,)), now_ns=0)
+    assert isinstance(fail, tx.Fail) and fail.lost and "a replica of the hybrid mesh takes 2" in fail.reason
 
 
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 6))

@@ -352,13 +352,12 @@ def plan_of(reports: Sequence[Report], version: int, source: int, part: Division
     version, source: see `moves_of`. None of the parts is lost.
     """
     distinct, size = part.distinct, whole_of(len(reports), part.distinct)
-    moves, part = moves_of(reports, version, source, distinct), replace(part, size=size)
     if is_divided(reports, distinct):
-        return Plan(tuple(moves), part)
-    holders = holders_of(reports, distinct)[: distinct or None]
-    return Plan(
-        tuple(each for each in moves if each.what is What.REST),
-        replace(part, number=number),
-        True,
-        tuple(each for each in holders if each is not None),
+        return Plan(tuple(moves_of(reports, version, source, distinct)), replace(part, size=size))
+    rest = (
+        Move(version=version, what=What.REST, source=source, target=place)
+        for place, report in enumerate(reports[:size])
+        if report.fresh
     )
+    holders = (each for each in holders_of(reports, distinct)[: distinct or None] if each is not None)
+    return Plan(tuple(rest), replace(part, size=size, number=number), True, tuple(holders))

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from zbmd.training.autograd.array_module import Array, to_host, widened
 from zbmd.training.autograd.parameter_layout import ParameterLayout
+from zbmd.training.ops.cuda.device_array import SQUARES_BLOCK
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 
 Pieces = NDArray[np.float64]
-NORM_BLOCK = 16_384  # elements
+NORM_BLOCK = SQUARES_BLOCK  # elements
 _THREADS, _LANES = 256, 32
 """Of a block of the kernel `block_squares`, and of a warp."""
 

@@ -22,19 +22,18 @@ from zbmd.training.job.mesh import DATA_AXIS, TENSOR_AXIS, MeshGroups
 from zbmd.training.job.step_order import AllBegun, Computed, LateBegun, OrderedSteps
 from zbmd.training.model.gpt import Batch
 from zbmd.training.model.graph.steps import FusedSteps
-from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
-from zbmd.training.ops.cuda.transfers import StateCopy, sum_of
-from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite, squared_as_kernel
-from zbmd.training.optim.elementwise import AdamWState, update_blocks
+from zbmd.training.ops.cuda.transfers import StateCopy
+from zbmd.training.optim.clip import TrainingDiverged, clip_scale, non_finite
+from zbmd.training.optim.elementwise import update_blocks
 from zbmd.training.optim.on_device import DeviceOptimizer
 from zbmd.training.sharded.replicated import ReplicatedTrainer
 from zbmd.training.sharded.zero_trainer import ZeroTrainer
 from zbmd.training.step.recipe import Recipe
 from zbmd.training.step.step_hook import NO_HOOK, StepHook
 from zbmd.training.zero.layout import Accountant
-from zbmd.training.zero.on_device import DeviceZeroRank
+from zbmd.training.zero.on_device import DeviceZeroRank, StateOnDevice
 from zbmd.training.zero.options import WEIGHTS_STAGE
 from zbmd.training.zero.rank import ZeroRank
 from zbmd.transport.memory.arena import Arena
@@ -76,7 +75,7 @@ def begins_on_device(trainer: OrderedSteps, watch: StepHook, settle: Callable[[]
     return begun
 
 
-class DeviceTrainer(ReplicatedTrainer):
+class DeviceTrainer(StateOnDevice, ReplicatedTrainer):
     """A `ReplicatedTrainer` whose model is one of `executor`'s array module; weights are bf16 there."""
 
     def __init__(self, recipe: Recipe, groups: MeshGroups, executor: Executor, **settings: Any) -> None:
@@ -86,29 +85,6 @@ class DeviceTrainer(ReplicatedTrainer):
         self._device_optimizer: DeviceOptimizer | None = None
         self._copy = StateCopy(executor)
         super().__init__(recipe, groups, **settings)
-
-    @property
-    def state(self) -> AdamWState:
-        """See `ReplicatedTrainer`: in host memory, once it is there."""
-        self._copy.settle()
-        return super().state
-
-    def settle(self) -> None:
-        """See `DeviceState`."""
-        self._copy.settle()
-
-    def tensors(self, version: int) -> Iterator[HeldTensor]:
-        """See `StateSource`."""
-        self._copy.settle()
-        return super().tensors(version)
-
-    def digest_of(self, flat: Array) -> int:
-        """See `DeviceState`."""
-        return sum_of(flat)
-
-    def digest_in_use(self) -> int:
-        """See `DeviceState`."""
-        return self._copy.settle()
 
     def _begins(self) -> AllBegun:
         self.executor.begin_step()
@@ -187,8 +163,6 @@ class DeviceZeroTrainer(ZeroTrainer):
     Gradients are scattered and weights gathered between devices where the group's are connected, and through
     page-locked memory of the host otherwise.
     """
-
-    _squared = staticmethod(squared_as_kernel)
 
     def __init__(
         self, recipe: Recipe, groups: MeshGroups, *given: Any, executor: Executor, **more: Any

@@ -35,7 +35,7 @@ from zbmd.training.model.tensor_parallel import TensorGroup
 from zbmd.training.model_actors.actors import HeldTensor
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.optim import saved_arrays
-from zbmd.training.optim.clip import Pieces, Squared, TrainingDiverged, clip_scale, squared
+from zbmd.training.optim.clip import Pieces, TrainingDiverged, clip_scale, square_like
 from zbmd.training.optim.mixed_precision import LossScale, storage_dtype
 from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
@@ -135,9 +135,6 @@ class ZeroTrainer(MeshTrainer):
         """Of all ranks' gradients, of the last attempt."""
         self._divide()
 
-    _squared: Squared = staticmethod(squared)
-    """Adds up blocks of the norm that several ranks hold."""
-
     def _accountant(self, arena: Arena) -> Accountant:
         return Accountant(arena.empty, arena.zeros, arena.lazy_zeros, arena.lazy_empty, ready=arena.ready)
 
@@ -150,7 +147,8 @@ class ZeroTrainer(MeshTrainer):
         self._reduction = ShardedReduction(groups, self.row.shards, assignment)
         self.own.divide(self._reduction.sums)
         layers = [part.layers for part in parts.every]
-        self._norms = ShardedNorm(groups.mesh, self.recipe.model, layers, square=self._squared)
+        square = square_like(self.own.gradients[0])
+        self._norms = ShardedNorm(groups.mesh, self.recipe.model, layers, square=square)
         if self._stage is not None:
             self._stage.enter(groups, self._reduction.sums.plan(self.own.rank), self._assignment)
 

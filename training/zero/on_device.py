@@ -24,7 +24,39 @@ from zbmd.training.optim.on_device import DeviceOptimizer
 from zbmd.training.zero.rank import ZeroRank
 
 
-class DeviceZeroRank(ZeroRank):
+class StateOnDevice:
+    """What makes a state with slots in host memory, the next base class, a `DeviceState`."""
+
+    _copy: StateCopy
+    """Fills the slot in use beside the step that follows an update."""
+
+    @property
+    def state(self) -> AdamWState:
+        """The slot in use, once it is in host memory."""
+        self._copy.settle()
+        found: AdamWState = cast(Any, super()).state
+        return found
+
+    def settle(self) -> None:
+        """See `DeviceState`."""
+        self._copy.settle()
+
+    def tensors(self, version: int) -> Iterator[HeldTensor]:
+        """See `StateSource`."""
+        self._copy.settle()
+        found: Iterator[HeldTensor] = cast(Any, super()).tensors(version)
+        return found
+
+    def digest_of(self, flat: Array) -> int:
+        """See `DeviceState`."""
+        return sum_of(flat)
+
+    def digest_in_use(self) -> int:
+        """See `DeviceState`."""
+        return self._copy.settle()
+
+
+class DeviceZeroRank(StateOnDevice, ZeroRank):
     """A `ZeroRank` that computes with `executor`; `memory` makes arrays of it, and slots of the host."""
 
     def __init__(self, *arguments: Any, executor: Executor, optimizer: OptimizerConfig, **given: Any) -> None:
@@ -36,29 +68,6 @@ class DeviceZeroRank(ZeroRank):
         self._optimizers = [
             DeviceOptimizer(optimizer, self._blocks(unit, blocks), executor) for unit in self.shards.units
         ]
-
-    @property
-    def state(self) -> AdamWState:
-        """See `ZeroRank`: in host memory, once it is there."""
-        self._copy.settle()
-        return super().state
-
-    def settle(self) -> None:
-        """See `DeviceState`."""
-        self._copy.settle()
-
-    def tensors(self, version: int) -> Iterator[HeldTensor]:
-        """See `StateSource`."""
-        self._copy.settle()
-        return super().tensors(version)
-
-    def digest_of(self, flat: Array) -> int:
-        """See `DeviceState`."""
-        return sum_of(flat)
-
-    def digest_in_use(self) -> int:
-        """See `DeviceState`."""
-        return self._copy.settle()
 
     def round_weights(self) -> None:
         """Copy the slot in use to the device, and round its weights."""

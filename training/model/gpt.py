@@ -127,6 +127,49 @@ class WholeStep(Protocol):
         ...
 
 
+class UnitPass(Protocol):
+    """The passes of a run of units over one batch, in the place of a tape. Activations are a device's."""
+
+    @property
+    def holds(self) -> Sequence[Array]:
+        """Return the memory that it keeps between its passes."""
+        ...
+
+    def forward(self, batch: Batch, weights: Sequence[Array], x: Array | None) -> Array:
+        """Return the output, which stays until `leave`; a loss is known after the backward pass."""
+        ...
+
+    def backward(
+        self,
+        weights: Sequence[Array],
+        grads: Sequence[Array],
+        slope: Array,
+        on_grad_ready: GradReady | None = None,
+        spans: Sequence[slice] = (),
+    ) -> Array | None:
+        """Write the gradients of weights and return that of the input, which stays until the next pass.
+
+        `on_grad_ready(index)`: see `GPT.loss_and_grads`, early where all gradients in a span are final.
+        """
+        ...
+
+    def weight_gradient(self, on_grad_ready: GradReady | None = None, spans: Sequence[slice] = ()) -> None:
+        """Write the gradients of weights, if it was begun with `splits`; `backward` then does not."""
+        ...
+
+    def leave(self) -> None:
+        """Let the next pass use its memory. Idempotent."""
+        ...
+
+
+class FusedUnits(Protocol):
+    """Computes passes of runs of units, several at once, in the place of tapes."""
+
+    def begin(self, units: range, batch: Batch, *, splits: bool = False) -> UnitPass:
+        """Return room for the passes of `units` over a batch like this one."""
+        ...
+
+
 class GPT:
     """The model of one configuration. It holds no weights: they are arguments."""
 
@@ -148,6 +191,8 @@ class GPT:
         """Computes units in the place of `unit`, if something else is to do it."""
         self.whole_step: WholeStep | None = None
         """Computes loss and gradients in the place of a tape, with a loss scale of 1, if it is set."""
+        self.fused_units: FusedUnits | None = None
+        """Computes runs of units of a step in the place of tapes, with a loss scale of 1, if it is set."""
 
     @property
     def is_tied(self) -> bool:

@@ -14,8 +14,9 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.autograd.tape import GradReady, Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
-from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.model.gpt import GPT, Batch, UnitPass
 from zbmd.training.pipeline.program import Shape
+from zbmd.training.step.reduction import Buckets
 from zbmd.transport.errors import LocalProtocolError, UserError
 
 
@@ -138,6 +139,17 @@ class OwnParts:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class FusedPass:
+    """A pass by graphs, and what its second half is to be given."""
+
+    passes: UnitPass
+    weights: Sequence[Array]
+    grads: Sequence[Array]
+    on_grad_ready: GradReady | None
+    is_split: bool
+
+
 @dataclass(slots=True)
 class Pass:
     """A forward pass that waits for its backward pass, with everything that this needs."""
@@ -150,6 +162,15 @@ class Pass:
     """The rest of a backward pass whose halves are apart, in its order."""
     whole: Callable[[], None] | None = None
     """Computes both passes in the place of the tape; see `GPT.whole_step`."""
+    fused: FusedPass | None = None
+    """Computes each pass in the place of the tape; see `GPT.fused_units`."""
+
+    def let_go(self) -> None:
+        """Keep no weights and gradients, and no memory that the next pass may use. Idempotent."""
+        for parameter in self.parameters:
+            parameter.let_go()
+        if self.fused is not None:
+            self.fused.passes.leave()
 
 
 def layers_in(config: GPTConfig) -> int:
@@ -175,6 +196,8 @@ class GPTPart:
             slots = slots[model.units[layers[0]].start : model.units[layers[-1]].stop]
         self.layout = ParameterLayout.of({slot.name: slot.shape for slot in slots})
         self.span = slice(slots[0].offset, slots[0].offset + self.layout.size)
+        self._spans = Buckets(self.layout).spans
+        """Runs of the gradient that are handed over as they become final."""
 
     def forward(
         self,
@@ -199,6 +222,12 @@ class GPTPart:
         if whole_step is not None and self.is_first and self.is_last:
             loss, play = whole_step(params, grads, batch, on_grad_ready)
             return Pass(tape, (), None, Tensor(loss), [], play)
+        if self.model.fused_units is not None:
+            views = self.layout.views(params), self.layout.views(grads)
+            passes = self.model.fused_units.begin(self.layers, batch, splits=splits)
+            made = Tensor(passes.forward(batch, views[0], activations))
+            fused = FusedPass(passes, *views, on_grad_ready, splits)
+            return Pass(tape, (), None, made, [], fused=fused)
         parameters = self.model.parameters_in(self.layout, params, grads, on_grad_ready)
         later: list[Callable[[], None]] = []
         if splits:
@@ -233,6 +262,8 @@ class GPTPart:
             with spans.BACKWARD:
                 forward.whole()
             return None
+        if forward.fused is not None:
+            return self._backward_fused(forward.fused, forward.output, gradient, loss_scale)
         end = forward.output
         if gradient is not None:
             given = gradient
@@ -249,10 +280,21 @@ class GPTPart:
             found = found.copy()
         return found
 
+    def _backward_fused(
+        self, fused: FusedPass, output: Tensor, gradient: Array | None, loss_scale: float
+    ) -> Array | None:
+        slope = self.model.xp.full_like(output.data, loss_scale) if gradient is None else gradient
+        ready = None if fused.is_split else fused.on_grad_ready
+        found = fused.passes.backward(fused.weights, fused.grads, slope, ready, self._spans)
+        return None if found is None else found.copy()  # the next pass writes there
+
     def weight_gradient(self, forward: Pass) -> None:
         """Compute what `backward` has deferred: the gradients of the parameters, in the order of a whole
         pass.
         """
+        if forward.fused is not None:
+            forward.fused.passes.weight_gradient(forward.fused.on_grad_ready, self._spans)
+            return
         for write in forward.weight_gradients:
             write()
         forward.weight_gradients.clear()

@@ -77,6 +77,7 @@ def _owner(array: Array | DeviceArray) -> Array | Block:
 def _arrays(done: Pass) -> Iterator[Array | DeviceArray]:
     """Yield all arrays that the backward pass can reach."""
     left: list[object] = [done.input, done.output, *done.tape.kept(), *done.weight_gradients, done.whole]
+    left += () if done.fused is None else done.fused.passes.holds
     seen: set[int] = set()
     while left and len(seen) < OBJECTS_MAX:
         found = left.pop()
@@ -292,8 +293,8 @@ class StagePasses:
     def _drop(self, key: tuple[int, int]) -> bool:
         """Drop the pass of a micro-batch through a part; return whether there was one."""
         done = self._passes.pop(key, None)
-        for parameter in () if done is None else done.parameters:
-            parameter.let_go()
+        if done is not None:
+            done.let_go()
         return done is not None
 
     def _handle(self, event: StepBegun | Computed | Heard | StageLost) -> list[StageAction]:

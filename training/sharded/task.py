@@ -25,6 +25,7 @@ from zbmd.training.job.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, 
 from zbmd.training.job.results import note_numbers
 from zbmd.training.job.task import ResultRow, StepResult, Task, Trainer
 from zbmd.training.model.gpt import GPT
+from zbmd.training.model.graph.passes import FusedPasses
 from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.model.hugging_face import load_gpt2, save_gpt2
 from zbmd.training.model.weights import WEIGHTS_NAME, save_weights
@@ -253,7 +254,10 @@ class EngineTask(Task[TrainResult]):
 
     def _model(self, groups: MeshGroups) -> GPT:
         xp = np if self._executor is None else DeviceModule(self._executor)
-        return groups.model(self._config, xp=xp, recompute=self._options.recompute)
+        model = groups.model(self._config, xp=xp, recompute=self._options.recompute)
+        if self._executor is not None and self._options.graph == "fused" and groups.tensor is None:
+            model.fused_units = FusedPasses(model, self._executor)
+        return model
 
     def _file_in(self, world: Group) -> Callable[[int], StateFile] | None:
         """Return a maker of this rank's file, or a predecessor's; None without `--offload`."""

@@ -25,7 +25,7 @@ from zbmd.training.zero.rank import ZeroRank
 
 
 class StateOnDevice:
-    """What makes a state with slots in host memory, the next base class, a `DeviceState`."""
+    """Makes a state with slots in host memory, that of the next base class, a `DeviceState`."""
 
     _copy: StateCopy
     """Fills the slot in use beside the step that follows an update."""

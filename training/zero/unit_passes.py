@@ -12,7 +12,7 @@ import numpy as np
 
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
-from zbmd.training.model.gpt import GPT, Batch
+from zbmd.training.model.gpt import GPT, Batch, FusedUnits, UnitPass
 from zbmd.training.model_actors.collective_log import Log, Recorder
 from zbmd.training.model_actors.model_actors import ModelActors
 from zbmd.training.model_actors.slot import Attempt
@@ -45,6 +45,8 @@ class UnitPasses:
         self.slopes: list[Array] = []
         """The gradients that the last backward pass gave to the unit before it, by logical shard."""
         self._passes: dict[int, list[_Pass]] = {}
+        self._fused: dict[int, list[tuple[UnitPass, Array]]] = {}
+        """Passes and outputs by unit, if the model has fused ones."""
         self._batches: Sequence[Batch] = ()
 
     def views(self, number: int, whole: Array) -> list[tuple[int, Array]]:
@@ -62,6 +64,8 @@ class UnitPasses:
 
     def forward(self, unit: int, weights: Array) -> list[Array]:
         """Compute `unit` of what the unit before it returned; return its output by logical shard."""
+        if self.model.fused_units is not None:
+            return self._forward_fused(unit, weights, self.model.fused_units)
         self._passes[unit] = [
             self._compute(partial(self._forward, unit, leaf, weights, Log()))
             for leaf in range(len(self._batches))
@@ -70,6 +74,11 @@ class UnitPasses:
 
     def backward(self, unit: int, leaf: int, weights: Array, grads: Array) -> None:
         """Play the pass of a logical shard backwards, from its slope; if that fails, do both passes again."""
+        if unit in self._fused:
+            stored, into = ([view for _, view in self.views(unit, flat)] for flat in (weights, grads))
+            found = self._fused[unit][leaf][0].backward(stored, into, self.slopes[leaf])
+            self.slopes[leaf] = self.slopes[leaf] if found is None else found
+            return
         done = self._passes[unit][leaf]
         given = None if self.actors is None else self.slopes[leaf].copy()
 
@@ -109,12 +118,23 @@ class UnitPasses:
     def drop(self, unit: int) -> None:
         """Drop the passes of `unit`, which are over."""
         self.let_go(unit)
-        del self._passes[unit]
+        self._passes.pop(unit, None)
+        for one, _ in self._fused.pop(unit, ()):
+            one.leave()
 
     def clear(self) -> None:
         """Drop all passes."""
-        for unit in list(self._passes):
+        for unit in [*self._passes, *self._fused]:
             self.drop(unit)
+
+    def _forward_fused(self, unit: int, weights: Array, fused: FusedUnits) -> list[Array]:
+        views, every = [view for _, view in self.views(unit, weights)], list[tuple[UnitPass, Array]]()
+        self._fused[unit] = every
+        for leaf, batch in enumerate(self._batches):
+            one = fused.begin(range(unit, unit + 1), batch)
+            came = self._fused[unit - 1][leaf][1] if unit else None
+            every.append((one, one.forward(batch, views, came)))
+        return [made for _, made in every]
 
     def _forward(self, unit: int, leaf: int, weights: Array, log: Log, attempt: Attempt) -> _Pass:
         with self._recording(log, again=True):

@@ -205,8 +205,7 @@ class MeshCase:
     alike: str = "dp=1"
     heads: int = 1
     layers: int = 1
-    graph: StepGraph = "tape"
-    """Graphs are fused along `dp` alone, and round elsewhere: meshes have the tape's bits."""
+    graph: StepGraph = "fused"
 
 
 MESHES: Final = (
@@ -219,7 +218,7 @@ MESHES: Final = (
 
 def job(target: str = JOB, *, is_module: bool = True, steps: int = STEPS) -> str:
     """Train by `--device cuda` on two ranks, undisturbed, then with a rank killed; compare the bits."""
-    case = MeshCase(mesh="dp=2", fault=f"rank1:job.begin:{steps // 2}", alike="dp=2", graph="fused")
+    case = MeshCase(mesh="dp=2", fault=f"rank1:job.begin:{steps // 2}", alike="dp=2")
     with tempfile.TemporaryDirectory() as folder:
         _compare([case], Path(folder), target, is_module, steps)
     return f"{steps} steps of two ranks, rank 1 killed at {steps // 2}: the same weights"

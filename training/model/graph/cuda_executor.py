@@ -7,184 +7,153 @@ is read from one block of device memory, so launches can be captured in a CUDA g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from zbmd.training.autograd.array_module import bfloat16
-from zbmd.training.autograd.op_watch import Kernel
-from zbmd.training.model.gpt import Batch
-from zbmd.training.model.graph.ir import ACTIVATIONS, Graph, Node
-from zbmd.training.model.graph.memory import ALIGNMENT, plan_memory
+from zbmd.training.model.graph.inputs import BatchInputs, embedded_in
+from zbmd.training.model.graph.ir import ACTIVATIONS, ACTIVATIONS_OUT, GRADIENT, SLOPE_OUT, Graph, Node
+from zbmd.training.model.graph.memory import MemoryPlan, plan_memory, plan_passes
 from zbmd.training.model.graph.trace import Traced
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out, Pool
 from zbmd.training.ops.cuda.executor import Executor
-from zbmd.training.ops.cuda.operators import NOISE_HEAD, CudaOperators, noise_numbers, rows_by_token
-from zbmd.training.ops.cuda.transfers import UploadAhead
+from zbmd.training.ops.cuda.operators import CudaOperators, rows_by_token
 from zbmd.transport.errors import UserError
 
-SHAPES_TOLD: Final = 2
-"""Inputs of a node whose shapes a profile has, beside that of its output."""
+NOTHING: Final[Mapping[str, DeviceArray]] = MappingProxyType({})
 
 
-class _Inputs:
-    """Arrays in one block of device memory, whose next contents are uploaded while kernels read these."""
+class SharedMemory:
+    """Memory of runs that compute one after the other on one stream: none keeps anything there."""
 
-    def __init__(self, executor: Executor, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> None:
-        starts, end = dict[str, int](), 0
-        for name, (count, dtype) in sizes.items():
-            starts[name] = end
-            end += -(-count * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
-        self._block = executor.empty(end, np.uint8)
-        self._ahead = UploadAhead(executor, self._block)
-        self._sizes, self._starts = sizes, starts
-        self.device: Final[dict[str, DeviceArray]] = {}
-        for name, (count, dtype) in sizes.items():
-            address, base = self._block.address + starts[name], self._block.base
-            self.device[name] = DeviceArray(executor, address, (count,), np.dtype(dtype), base)
+    def __init__(self, executor: Executor) -> None:
+        self._run = executor
+        self.pool: Final = Pool()
+        """Memory of partial sums, which are no values of a graph."""
+        self._arenas = dict[int, DeviceArray]()
 
-    def upload(self, key: object, fill: Callable[[dict[str, npt.NDArray[Any]]], None]) -> None:
-        """Begin to upload what `fill` writes into host arrays, beside what runs, unless that has begun."""
-
-        def write(room: npt.NDArray[np.uint8]) -> None:
-            fill(
-                {
-                    name: room[self._starts[name] :][: count * np.dtype(dtype).itemsize].view(dtype)
-                    for name, (count, dtype) in self._sizes.items()
-                }
-            )
-
-        self._ahead.upload(key, write)
-
-    def take(self, key: object) -> None:
-        """Put what was uploaded for `key` where kernels read it, in the order of the stream."""
-        self._ahead.take(key)
+    def arena(self, nbytes: int) -> DeviceArray:
+        """Return memory of this size, always the same."""
+        if nbytes not in self._arenas:
+            self._arenas[nbytes] = self._run.empty(nbytes, np.uint8)
+        return self._arenas[nbytes]
 
     def close(self) -> None:
-        """Give page-locked memory back. The device is done with it."""
-        self._ahead.close()
+        """Give it to all arrays; nothing that was captured may be replayed any more."""
+        self._arenas.clear()
+        self._run.close_pool(self.pool)
 
 
-class CudaGraphRun:
-    """A graph that `executor` runs, many times. Raises `UserError` for an op that has no kernel.
+class CudaProgram:
+    """A graph, what of it does not change between its runs, and the plans of its memory.
 
-    `load` copies a batch to the device, `bind` names the arrays of weights and gradients, and `launch` asks
-    for nodes. All other memory belongs to this object, so captured launches stay valid as long as it is.
+    keeps: runs of other graphs lie between its passes. Raises `UserError` for an op that has no kernel.
     """
 
-    def __init__(self, traced: Traced, graph: Graph, executor: Executor) -> None:
-        self._by_op = self._launches()
-        missing = sorted({node.op for node in graph.nodes} - self._by_op.keys())
+    def __init__(self, traced: Traced, graph: Graph, executor: Executor, *, keeps: bool = False) -> None:
+        missing = sorted({node.op for node in graph.nodes} - CudaGraphRun.launches().keys())
         if missing:
             raise UserError(
                 f"the graph has ops without a kernel: {', '.join(missing)}. Attention has kernels for heads "
                 "of 64 and 128 features; fuse the graph for the target cuda."
             )
-        self.graph, self._run, self._ops = graph, executor, CudaOperators(executor)
-        self.plan: Final = plan_memory(graph)
-        self.arena: Final = executor.empty(max(1, self.plan.arena_bytes), np.uint8)
-        self.pool: Final = Pool()
-        """Memory of partial sums, which are no values of the graph."""
-        self._held: dict[int, Any] = {}
-        offsets, kinds = self.plan.offsets(), {"bfloat16": bfloat16()}
-        for number, value in graph.values.items():
-            dtype = kinds.get(value.dtype) or np.dtype(value.dtype)
-            if number in offsets:
-                address = self.arena.address + offsets[number]
-                self._held[number] = DeviceArray(executor, address, value.shape, dtype, self.arena.base)
-            elif value.source == "constant":
-                array = traced.constants[number]
-                kept = array.astype(np.int64) if array.dtype.kind in "iu" else array
-                self._held[number] = executor.upload(kept)
-        self._held[graph.outputs["loss"]] = None  # the host adds up the losses of all rows
-        self._inputs = self._inputs_of()
-        for number, value in graph.values.items():
-            if value.source == "input":
-                self._held[number] = self._inputs.device[value.name]
-        self._tables = {
+        self.graph: Final = graph
+        self.warm = set[int]()
+        """Nodes that have run, so that their kernels are loaded and their memory is there."""
+        plan = plan_memory(graph)
+        self.plans: Final = plan_passes(graph) if keeps else (plan, None)
+        """Of what a run holds, and of what it shares with others."""
+        self.constants = dict[int, DeviceArray]()
+        for number, array in traced.constants.items():
+            kept = array.astype(np.int64) if array.dtype.kind in "iu" else array
+            self.constants[number] = executor.upload(kept)
+        self.tables: Final = {
             number: tuple(map(executor.upload, rows_by_token(traced.constants[number].reshape(-1), rows)))
-            for number, rows in self._embedded().items()
+            for number, rows in embedded_in(graph).items()
             if graph.values[number].source == "constant"
         }
-        self.losses: Final = executor.empty(self._inputs.device["targets"].size, np.float32)
-        """Of each row, unweighted, of the last run."""
 
-    def _embedded(self) -> dict[int, int]:
-        """Return what tables are read at, each with the rows of its table."""
-        return {
-            node.inputs[1]: int(node.attributes["rows"])
-            for node in self.graph.nodes
-            if node.op == "embedding_grad"
-        }
 
-    def _inputs_of(self) -> _Inputs:
-        values = {one.name: one for one in self.graph.values.values() if one.source == "input"}
-        samples, rows = values["tokens"].shape[0], values["targets"].shape[0]
-        sizes: dict[str, tuple[int, npt.DTypeLike]] = dict.fromkeys(values, (rows, np.int64))
-        sizes |= {"noise": (len(NOISE_HEAD) + samples, np.int64), "scale": (1, np.float32)}
-        for number, entries in self._embedded().items():
-            if self.graph.values[number].source == "input":
-                sizes |= {"order": (rows, np.int32), "starts": (entries + 1, np.int32)}
-        return _Inputs(self._run, sizes)
+class CudaGraphRun:
+    """Memory of one run of a program: what it keeps between passes, and the arrays that it is bound to.
 
-    def upload(self, batch: Batch) -> None:
-        """Begin to upload a batch and the numbers of its step, beside what the device computes."""
-        self._inputs.upload(batch, partial(self._fill, batch))
+    `bind` names the arrays of weights, gradients and activations, and `launch` asks for nodes. All other
+    memory belongs to this object or to `shared`, so captured launches stay valid as long as these are.
+    """
 
-    def load(self, batch: Batch) -> None:
-        """Have the nodes that are launched next read a batch, which is uploaded now unless it was before."""
-        self.upload(batch)
-        self._inputs.take(batch)
+    def __init__(
+        self, program: CudaProgram, executor: Executor, inputs: BatchInputs, shared: SharedMemory
+    ) -> None:
+        self._by_op, self.program, self.graph = self.launches(), program, program.graph
+        self._run, self._ops, self._pool = executor, CudaOperators(executor), shared.pool
+        graph, (own, beside) = program.graph, program.plans
+        self.arena: Final = executor.empty(max(1, own.arena_bytes), np.uint8)
+        self.inputs: Final = inputs
+        self._held = dict[int, Any](program.constants)
+        self._place(self.arena, own)
+        if beside is not None and beside.arena_bytes:
+            self._place(shared.arena(beside.arena_bytes), beside)
+        self._targets = 0
+        for number, value in graph.values.items():
+            if value.source == "input":
+                self._held[number] = inputs.device.get(value.name)
+                self._targets = value.shape[0] if value.name == "targets" else self._targets
+        for name in {ACTIVATIONS_OUT, SLOPE_OUT} & graph.outputs.keys():
+            number = graph.outputs[name]
+            self._held[number] = executor.empty(graph.values[number].shape, bfloat16())
+        if "loss" in graph.outputs:
+            self._held[graph.outputs["loss"]] = None  # the host adds up the losses of all rows
+            self.losses: Final = executor.empty(self._targets, np.float32)
+            """Of each row, unweighted, of the last run."""
 
-    @staticmethod
-    def _fill(batch: Batch, into: Mapping[str, npt.NDArray[Any]]) -> None:
-        tokens = np.ascontiguousarray(batch.inputs, np.int64).reshape(-1)
-        assert batch.targets is not None, "a step has targets"
-        into["tokens"][:], into["targets"][:], into["scale"][:] = tokens, batch.targets, batch.weight
-        if batch.noise is not None:
-            into["noise"][:] = noise_numbers(batch.noise)
-        if "order" in into:
-            into["order"][:], into["starts"][:] = rows_by_token(tokens, len(into["starts"]) - 1)
+    def _place(self, arena: DeviceArray, plan: MemoryPlan) -> None:
+        kinds = {"bfloat16": bfloat16()}
+        for number, offset in plan.offsets().items():
+            value = self.graph.values[number]
+            dtype = kinds.get(value.dtype) or np.dtype(value.dtype)
+            address = arena.address + offset
+            self._held[number] = DeviceArray(self._run, address, value.shape, dtype, arena.base)
 
-    def bind(self, weights: Mapping[str, DeviceArray], grads: Mapping[str, DeviceArray]) -> None:
-        """Read these weights and write these gradients, by the names of parameters, from now on."""
+    def output(self, name: str) -> DeviceArray | None:
+        """Return the array of `ACTIVATIONS_OUT` or `SLOPE_OUT`; None if the graph has no such output."""
+        found: DeviceArray | None = self._held.get(self.graph.outputs.get(name, -1))
+        return found
+
+    def bind(
+        self,
+        weights: Mapping[str, DeviceArray],
+        grads: Mapping[str, DeviceArray],
+        inputs: Mapping[str, DeviceArray] = NOTHING,
+    ) -> None:
+        """Read these weights and inputs, and write these gradients, from now on; by their names."""
+        for number, value in self.graph.values.items():
+            given = inputs if value.source == "input" else weights if value.source == "weight" else NOTHING
+            if value.name in given:
+                self._held[number] = given[value.name]
+        for name, number in self.graph.outputs.items():
+            if name.startswith(GRADIENT) and grads:
+                self._held[number] = grads[name.removeprefix(GRADIENT)]
+
+    def let_go(self) -> None:
+        """Keep no weights or gradients alive: `bind` names them again."""
         for number, value in self.graph.values.items():
             if value.source == "weight":
-                self._held[number] = weights[value.name]
+                self._held[number] = None
         for name, number in self.graph.outputs.items():
-            if name != "loss":
-                self._held[number] = grads[name.removeprefix("grad ")]
+            if name.startswith(GRADIENT):
+                self._held[number] = None
 
     def launch(self, nodes: Iterable[Node]) -> None:
         """Ask the device for nodes of the graph, which follow those that it was asked for last."""
-        with self._run.within(self.pool):
+        with self._run.within(self._pool):
             for node in nodes:
                 arrays = (self._held[number] for number in (*node.outputs, *node.inputs))
                 self._by_op[node.op](self, node, *arrays)
 
-    def described(self, node: Node) -> Kernel:
-        """Return what a profile says of a node."""
-        graph = self.graph
-        values = [graph.values[number] for number in (node.outputs[0], *node.inputs[:SHAPES_TOLD])]
-        return Kernel(
-            op=node.ops if node.op == "product" else node.op,
-            which=node.phase,
-            unit=node.unit,
-            shape=", ".join("x".join(map(str, one.shape)) or "scalar" for one in values),
-            dtype=values[0].dtype,
-            nbytes=graph.traffic((node,)),
-            flops=graph.flops(node),
-        )
-
-    def close(self) -> None:
-        """Give the memory beside the arena back; nothing that was captured may be replayed any more."""
-        self._inputs.close()
-        self._run.close_pool(self.pool)
-
     @staticmethod
-    def _launches() -> Mapping[str, Callable[..., None]]:
+    def launches() -> Mapping[str, Callable[..., None]]:
         """Return what launches each op: it takes the run, the node, its outputs and its inputs."""
         return {
             "add": CudaGraphRun._add,
@@ -231,18 +200,18 @@ class CudaGraphRun:
 
     def _dropout(self, node: Node, y: DeviceArray, x: DeviceArray) -> None:
         rate, site = float(node.attributes["rate"]), int(node.attributes["site"])
-        noise = self._inputs.device["noise"]
+        noise = self.inputs.device["noise"]
         self._ops.thin(y, x, noise, rate=rate, site=site, first_row=0, rows=len(x))
 
     def _embedding_grad(self, node: Node, y: DeviceArray, dy: DeviceArray, _: DeviceArray) -> None:
-        given = self._inputs.device
-        tables = self._tables.get(node.inputs[1]) or (given["order"], given["starts"])
+        given = self.inputs.device
+        tables = self.program.tables.get(node.inputs[1]) or (given["order"], given["starts"])
         self._ops.embedding_grad(y, dy, *tables)
 
     def _cross_entropy(self, _: Node, *arrays: Any) -> None:
         *_others, slope, logits, targets = arrays
         self._moved(slope, logits)
-        self._ops.loss(slope, self.losses, targets, self._inputs.device["scale"])
+        self._ops.loss(slope, self.losses, targets, self.inputs.device["scale"])
 
     def _residual_norm(self, node: Node, *_: Any) -> None:
         add, norm = node.body

@@ -22,10 +22,18 @@ ELEMENTWISE: Final = frozenset(
 """Ops whose output has an element for each of their first input's, and depends on no other of these."""
 ACTIVATIONS: Final = ("gelu", "squared_relu")
 
-_ATTENTION: Final = {"attention": (0, 2), "attention_grad": (3, 5)}
-"""The place of the packed queries, keys and values among the inputs, and products of causal pairs."""
-
-Phase = Literal["forward", "recompute", "backward"]
+Phase = Literal["forward", "recompute", "backward", "weights"]
+"""weights: gradients of weights that are computed after those of activations, in a pass of their own."""
+PASSES: Final = {"forward": 0, "recompute": 1, "backward": 1, "weights": 2}
+"""The pass of each phase. Other work may lie between passes; see `Graph.pass_ends`."""
+ACTIVATIONS_IN: Final = "activations"
+"""The input of a run of units that does not begin with the embedding, (rows, features)."""
+SLOPE_IN: Final = "slope"
+"""The gradient of the output of a run of units that does not end with the loss."""
+ACTIVATIONS_OUT: Final = "activations out"
+SLOPE_OUT: Final = "slope out"
+GRADIENT: Final = "grad "
+"""Begins the name of the gradient of a parameter."""
 Source = Literal["input", "weight", "constant", "node"]
 Attribute = int | float | str
 
@@ -72,7 +80,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a model. outputs: values by name, `loss` and `grad NAME` of each parameter."""
+    """One step of a model, or of a run of its units. outputs: values by name.
+
+    They are `grad NAME` of each parameter, `loss` or `ACTIVATIONS_OUT`, and `SLOPE_OUT` if the run begins
+    with activations.
+    """
 
     values: dict[int, Value]
     nodes: tuple[Node, ...]
@@ -82,22 +94,6 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes that `nodes` read and write, if each reads its inputs once."""
         return sum(
             self.values[number].nbytes for node in nodes for number in (*set(node.inputs), *node.outputs)
-        )
-
-    def flops(self, node: Node) -> int:
-        """Return the FLOPs of a node's matrix products; of causal attention, of the pairs that it computes.
-
-        Attention computes the scores again in its backward pass.
-        """
-        if node.op in _ATTENTION:
-            place, products = _ATTENTION[node.op]
-            rows, packed = self.values[node.inputs[place]].shape
-            length = rows // int(node.attributes["batch"])
-            return products * rows * (length + 1) * (packed // 3)
-        return sum(
-            2 * self.values[one.outputs[0]].shape[1] * math.prod(self.values[one.inputs[0]].shape)
-            for one in node.body or (node,)
-            if one.op == "matmul"
         )
 
     def uses(self) -> dict[int, list[int]]:
@@ -111,6 +107,11 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     def made_at(self) -> dict[int, int]:
         """Return where each value is written: the position of a node."""
         return {number: place for place, node in enumerate(self.nodes) for number in node.outputs}
+
+    def pass_ends(self) -> tuple[int, ...]:
+        """Return the positions where one pass ends and the next begins."""
+        every = [PASSES[node.phase] for node in self.nodes]
+        return tuple(place for place in range(1, len(every)) if every[place - 1] != every[place])
 
     def check(self) -> Graph:
         """Return the graph itself. Raises `GraphFlawed`."""

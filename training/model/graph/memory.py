@@ -56,7 +56,21 @@ class _Buffer:
 
 def plan_memory(graph: Graph) -> MemoryPlan:
     """Return a plan for all values that nodes write and that are not outputs."""
-    buffers = _buffers(graph)
+    return _plan_of(graph, _buffers(graph))
+
+
+def plan_passes(graph: Graph) -> tuple[MemoryPlan, MemoryPlan]:
+    """Return a plan of what one pass keeps for a later one, and one of what is alive within one pass alone.
+
+    Only the first is held between passes: the memory of the second may be used by anything meanwhile.
+    """
+    ends, buffers = graph.pass_ends(), _buffers(graph)
+    kept = [one for one in buffers if any(one.start < end <= one.end for end in ends)]
+    apart = {id(one) for one in kept}
+    return _plan_of(graph, kept), _plan_of(graph, [one for one in buffers if id(one) not in apart])
+
+
+def _plan_of(graph: Graph, buffers: list[_Buffer]) -> MemoryPlan:
     placements, arena = _place(buffers)
     live = np.zeros(len(graph.nodes) + 1, np.int64)
     for one in buffers:

@@ -7,6 +7,7 @@ plays becomes a node. Attention is traced as scores, softmax and the mix of valu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, cast
@@ -15,11 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.autograd.array_module import Array, bfloat16
+from zbmd.training.autograd.parameter_layout import ParameterSlot
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT, Batch
-from zbmd.training.model.graph.ir import Attribute, Graph, Node, Phase, Source, Value
+from zbmd.training.model.graph.ir import (
+    ACTIVATIONS_IN,
+    ACTIVATIONS_OUT,
+    GRADIENT,
+    SLOPE_IN,
+    SLOPE_OUT,
+    Attribute,
+    Graph,
+    Node,
+    Phase,
+    Source,
+    Value,
+)
 
 Shape = tuple[int, ...]
 
@@ -69,7 +83,7 @@ class _Builder:
     nodes: list[Node] = field(default_factory=list)
     constants: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
     tape: Tape | None = None
-    is_backward: bool = False
+    phase: Phase = "forward"
 
     def value(self, name: str, shape: Shape, dtype: np.dtype[Any], source: Source) -> SymbolicArray:
         number = len(self.values)
@@ -99,7 +113,7 @@ class _Builder:
         **attributes: Attribute,
     ) -> list[SymbolicArray]:
         """Add a node. again: an op of a forward pass, which is recomputed if the backward pass is on."""
-        phase: Phase = "forward" if not self.is_backward else "recompute" if again else "backward"
+        phase: Phase = "recompute" if again and self.phase == "backward" else self.phase
         made = [self.value("", shape, dtype, "node") for shape, dtype in outputs]
         node = Node(
             number=len(self.nodes),
@@ -343,26 +357,73 @@ def trace_step(
     length: by default the model's context. precision: the dtype of weights, activations and gradients,
     float32 or bfloat16; sums are float32.
     """
+    return trace_units(
+        config,
+        range(config.layers + 2),
+        sequences=sequences,
+        length=length,
+        precision=precision,
+        recompute=recompute,
+    )
+
+
+def trace_units(
+    config: GPTConfig,
+    units: range,
+    *,
+    sequences: int,
+    length: int = 0,
+    precision: str = "float32",
+    recompute: bool = False,
+    splits: bool = False,
+) -> Traced:
+    """Return the passes of a run of units; see `trace_step`.
+
+    splits: the gradients of weights are a pass of their own, after the one that ends with the input's.
+    """
     dtype = bfloat16() if precision == "bfloat16" else np.dtype(precision)
     builder = _Builder()
     model = GPT(config, xp=_TraceModule(builder, dtype), recompute=recompute)
-    length, slots = length or config.context, model.layout.slots
-    tokens = builder.value("tokens", (sequences, length), np.dtype(np.int64), "input")
-    targets = builder.value("targets", (sequences * length,), np.dtype(np.int64), "input")
+    length, slots = length or config.context, slots_of_units(model, units)
+    rows, weight = sequences * length, 1.0 / (sequences * length)
+    batch = Batch(
+        _data(builder.value("tokens", (sequences, length), np.dtype(np.int64), "input")),
+        targets=_data(builder.value("targets", (rows,), np.dtype(np.int64), "input")),
+        weight=weight,
+        noise=Noise(0, 0, np.arange(sequences)) if config.dropout else None,
+    )
     weights = [_data(builder.value(slot.name, slot.shape, dtype, "weight")) for slot in slots]
     grads = [SymbolicArray(builder, -1, slot.shape, dtype) for slot in slots]
     parameters = [
         Parameter(weight, _data(grad), index, None)
         for index, (weight, grad) in enumerate(zip(weights, grads, strict=True))
     ]
-    noise = Noise(0, 0, np.arange(sequences)) if config.dropout else None
-    weight = 1.0 / (sequences * length)
-    batch = Batch(_data(tokens), targets=_data(targets), weight=weight, noise=noise)
+    later: list[Callable[[], None]] = []
+    for parameter in parameters if splits else ():
+        parameter.deferred = later
+    wide = (rows, config.width)
+    x = Tensor(_data(builder.value(ACTIVATIONS_IN, wide, dtype, "input")) if units[0] else np.zeros(0))
     tape = builder.tape = Tape(model.xp)
-    loss = model.run(tape, parameters, batch)
-    builder.is_backward = True
-    tape.backward(loss)
-    outputs = {"loss": _sym(loss.data).number}
-    outputs |= {f"grad {slot.name}": grad.number for slot, grad in zip(slots, grads, strict=True)}
+    made = model.run_units(tape, units, x, parameters, batch)
+    is_last, produced = units[-1] == config.layers + 1, _sym(made.data).number
+    builder.phase = "backward"
+    slope = made.data if is_last else _data(builder.value(SLOPE_IN, wide, dtype, "input"))
+    tape.play(made, slope)
+    builder.phase = "weights"
+    for write in later:
+        write()
+    tape.check_whole()
+    outputs = {"loss" if is_last else ACTIVATIONS_OUT: produced}
+    if x.grad is not None:
+        outputs[SLOPE_OUT] = _sym(x.grad).number
+    outputs |= {GRADIENT + slot.name: grad.number for slot, grad in zip(slots, grads, strict=True)}
     graph = Graph(values=builder.values, nodes=tuple(builder.nodes), outputs=outputs)
     return Traced(graph.check(), builder.constants)
+
+
+def slots_of_units(model: GPT, units: range) -> Sequence[ParameterSlot]:
+    """Return the parameters of a run of units, in their order."""
+    slots = model.layout.slots
+    if len(units) == model.config.layers + 2:
+        return slots
+    return slots[model.units[units[0]].start : model.units[units[-1]].stop]

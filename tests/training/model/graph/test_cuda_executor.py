@@ -18,7 +18,7 @@ from support.devices.kernel_numbers import by_numpy, nothing_compiled
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
-from zbmd.training.model.graph.cuda_executor import CudaGraphRun
+from zbmd.training.model.graph.cuda_executor import CudaProgram
 from zbmd.training.model.graph.fusion import fuse
 from zbmd.training.model.graph.steps import FusedSteps
 from zbmd.training.model.graph.trace import trace_step
@@ -229,4 +229,4 @@ def test_a_capture_is_isolated_from_other_streams() -> None:
 def test_an_op_without_a_kernel_is_named() -> None:
     traced = trace_step(replace(OURS, heads=2), sequences=2, precision="bfloat16")
     with pytest.raises(UserError, match=r"ops without a kernel: mix, .*softmax_grad\. Attention has kernels"):
-        CudaGraphRun(traced, fuse(traced.graph, target="cuda").graph, _executor())
+        CudaProgram(traced, fuse(traced.graph, target="cuda").graph, _executor())

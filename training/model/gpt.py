@@ -145,15 +145,15 @@ class UnitPass(Protocol):
         grads: Sequence[Array],
         slope: Array,
         on_grad_ready: GradReady | None = None,
-        spans: Sequence[slice] = (),
+        ends: Sequence[slice] = (),
     ) -> Array | None:
         """Write the gradients of weights and return that of the input, which stays until the next pass.
 
-        `on_grad_ready(index)`: see `GPT.loss_and_grads`, early where all gradients in a span are final.
+        `on_grad_ready(index)`: see `GPT.loss_and_grads`. It is early where those in one of `ends` are final.
         """
         ...
 
-    def weight_gradient(self, on_grad_ready: GradReady | None = None, spans: Sequence[slice] = ()) -> None:
+    def weight_gradient(self, on_grad_ready: GradReady | None = None, ends: Sequence[slice] = ()) -> None:
         """Write the gradients of weights, if it was begun with `splits`; `backward` then does not."""
         ...
 

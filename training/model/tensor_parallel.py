@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import ModuleType
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.training import ops
 from zbmd.training.autograd import spans
-from zbmd.training.autograd.array_module import Array, is_on_host, maker_of, to_host
+from zbmd.training.autograd.array_module import Array, is_on_host, maker_of
 from zbmd.training.autograd.non_finite_probe import probe_received, probe_sent
 from zbmd.training.autograd.parameter_layout import ParameterLayout, ParameterSlice, ParameterSlot, flat_slice
 from zbmd.training.autograd.tape import Parameter, Tape, Tensor
@@ -276,13 +277,13 @@ def vocabulary_embedding(
     tokens: (rows,), all of them, on all ranks; table: (own tokens, features), those in [own[0], own[1]). A
     row has one owner, so the sum over ranks adds zeros to it and has its bits. on_device: a device's ops.
     """
+    if on_device is not None:
+        return scatter_rows(tape, on_device.embedding_of_vocabulary(tape, tokens, table, own), group)
     first, stop = own
     mine = (tokens >= first) & (tokens < stop)
     places = np.where(mine, tokens.astype(np.int64) - first, 0)
-    if on_device is not None:
-        return scatter_rows(tape, on_device.embedding_of_some(tape, places, table, mine), group)
-    partial = ops.embedding(tape, places, table)
-    return scatter_rows(tape, _kept(tape, partial, mine[:, None]), group)
+    own_rows = ops.embedding(tape, places, table)
+    return scatter_rows(tape, _kept(tape, own_rows, mine[:, None]), group)
 
 
 def _kept(tape: Tape, x: Tensor, mask: Array) -> Tensor:
@@ -327,34 +328,11 @@ def vocabulary_cross_entropy(
     return tape.record(loss, backward)
 
 
-def _cross_entropy_on_device(
-    tape: Tape,
-    logits: Tensor,
-    targets: Array,
-    own: tuple[int, int],
-    group: TensorGroup,
-    *,
-    weight: float,
-    vocabulary: int,
-    on_device: Any,
-) -> Tensor:
-    """Return `vocabulary_cross_entropy`; ranks exchange two numbers a row. A target out of range is NaN."""
-    first, stop = own
-    places = np.where((targets >= first) & (targets < stop), targets.astype(np.int64) - first, -1)
-    sums = to_host(on_device.part_sums(logits.data, places))
+def gathered_sums(group: TensorGroup, sums: Array) -> Array:
+    """Return all ranks' sums of rows of logits, which a device has computed: two numbers a row."""
     with spans.COMM:
         every: Array = group.blocking.all_gather(sums)
-    log_sums, picked = every[0]
-    for more_logs, more_picked in every[1:]:
-        log_sums, picked = np.logaddexp(log_sums, more_logs), picked + more_picked
-    log_sums = np.where((targets >= 0) & (targets < vocabulary), log_sums, np.float32(np.nan))
-    loss = np.asarray((log_sums - picked).sum(dtype=np.float64) * weight)
-
-    def backward(dy: Array) -> None:
-        on_device.part_slopes(logits.data, log_sums, places, float(dy) * weight)
-        logits.accumulate(logits.data)
-
-    return tape.record(loss, backward)
+    return every
 
 
 class PartOfGPT(GPT):
@@ -463,14 +441,14 @@ class ParallelGPT(PartOfGPT):
         assert batch.targets is not None
         own, group, weight = self.shards.tokens(self.part), self.group, batch.weight
         if self._on_device is not None:
-            return _cross_entropy_on_device(
+            found: Tensor = self._on_device.vocabulary_loss(
                 tape,
                 logits,
                 batch.targets,
                 own,
-                group,
+                partial(gathered_sums, group),
                 weight=weight,
                 vocabulary=self.config.vocabulary,
-                on_device=self._on_device,
             )
+            return found
         return vocabulary_cross_entropy(tape, logits, batch.targets, own, group, weight=weight)

@@ -49,7 +49,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     BLAS in each rank; the bits depend on it. `on_straggler`: what is done about a slow rank.
     `profile_ops`: the ops of each so-many-th step are profiled; 0: of none. `sample_every`: the model writes
     a text each so-many-th step; 0: none. `device`: cpu, cuda, cuda:N or auto, see
-    `zbmd.training.sharded.devices`. `graph`: what a GPU computes: the fused graph of a step, or the ops of
+    `zbmd.training.sharded.devices`. `graph`: what a GPU computes: fused graphs of a step, or the ops of
     its tape, one by one; the bits differ.
     """
 

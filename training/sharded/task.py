@@ -255,7 +255,7 @@ class EngineTask(Task[TrainResult]):
     def _model(self, groups: MeshGroups) -> GPT:
         xp = np if self._executor is None else DeviceModule(self._executor)
         model = groups.model(self._config, xp=xp, recompute=self._options.recompute)
-        if self._executor is not None and self._options.graph == "fused" and groups.tensor is None:
+        if self._executor is not None and self._options.graph == "fused":
             model.fused_units = FusedPasses(model, self._executor)
         return model
 

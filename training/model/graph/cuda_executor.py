@@ -14,7 +14,15 @@ import numpy as np
 
 from zbmd.training.autograd.array_module import bfloat16
 from zbmd.training.model.graph.inputs import BatchInputs, embedded_in
-from zbmd.training.model.graph.ir import ACTIVATIONS, ACTIVATIONS_OUT, GRADIENT, SLOPE_OUT, Graph, Node
+from zbmd.training.model.graph.ir import (
+    ACTIVATIONS,
+    ACTIVATIONS_OUT,
+    EXCHANGES,
+    GRADIENT,
+    SLOPE_OUT,
+    Graph,
+    Node,
+)
 from zbmd.training.model.graph.memory import MemoryPlan, plan_memory, plan_passes
 from zbmd.training.model.graph.trace import Traced
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out, Pool
@@ -53,7 +61,7 @@ class CudaProgram:
     """
 
     def __init__(self, traced: Traced, graph: Graph, executor: Executor, *, keeps: bool = False) -> None:
-        missing = sorted({node.op for node in graph.nodes} - CudaGraphRun.launches().keys())
+        missing = sorted({node.op for node in graph.nodes} - CudaGraphRun.launches().keys() - EXCHANGES)
         if missing:
             raise UserError(
                 f"the graph has ops without a kernel: {', '.join(missing)}. Attention has kernels for heads "
@@ -91,6 +99,8 @@ class CudaGraphRun:
         graph, (own, beside) = program.graph, program.plans
         self.arena: Final = executor.empty(max(1, own.arena_bytes), np.uint8)
         self.inputs: Final = inputs
+        self.loss_weight = 1.0
+        """Of a loss whose classes are divided over ranks; a captured launch keeps what it was."""
         self._held = dict[int, Any](program.constants)
         self._place(self.arena, own)
         if beside is not None and beside.arena_bytes:
@@ -115,6 +125,10 @@ class CudaGraphRun:
             dtype = kinds.get(value.dtype) or np.dtype(value.dtype)
             address = arena.address + offset
             self._held[number] = DeviceArray(self._run, address, value.shape, dtype, arena.base)
+
+    def arrays(self, numbers: Iterable[int]) -> list[Any]:
+        """Return the arrays of values, in their order."""
+        return [self._held[number] for number in numbers]
 
     def output(self, name: str) -> DeviceArray | None:
         """Return the array of `ACTIVATIONS_OUT` or `SLOPE_OUT`; None if the graph has no such output."""
@@ -166,6 +180,9 @@ class CudaGraphRun:
             "dropout": CudaGraphRun._dropout,
             "embedding": lambda run, _, y, tokens, table: run._ops.embed(y, table, tokens),
             "embedding_grad": CudaGraphRun._embedding_grad,
+            "embedding_of_vocabulary": lambda run, _, y, at, table: run._ops.embed_own(y, table, at),
+            "part_sums": lambda run, _, sums, logits, at: run._ops.part_sums(sums, logits, at),
+            "part_slopes": CudaGraphRun._part_slopes,
             "layer_norm": lambda run, _, y, rows, x, *given: run._ops.normalise(y, rows, x, *given),
             "layer_norm_grad": CudaGraphRun._norm_grad,
             "matmul": CudaGraphRun._product,
@@ -200,8 +217,9 @@ class CudaGraphRun:
 
     def _dropout(self, node: Node, y: DeviceArray, x: DeviceArray) -> None:
         rate, site = float(node.attributes["rate"]), int(node.attributes["site"])
+        first, rows = int(node.attributes.get("first_row", 0)), int(node.attributes.get("rows", len(x)))
         noise = self.inputs.device["noise"]
-        self._ops.thin(y, x, noise, rate=rate, site=site, first_row=0, rows=len(x))
+        self._ops.thin(y, x, noise, rate=rate, site=site, first_row=first, rows=rows)
 
     def _embedding_grad(self, node: Node, y: DeviceArray, dy: DeviceArray, _: DeviceArray) -> None:
         given = self.inputs.device
@@ -212,6 +230,10 @@ class CudaGraphRun:
         *_others, slope, logits, targets = arrays
         self._moved(slope, logits)
         self._ops.loss(slope, self.losses, targets, self.inputs.device["scale"])
+
+    def _part_slopes(self, _: Node, slope: DeviceArray, logits: DeviceArray, *given: DeviceArray) -> None:
+        self._moved(slope, logits)
+        self._ops.part_slopes(slope, given[0], given[1], self.loss_weight)
 
     def _residual_norm(self, node: Node, *_: Any) -> None:
         add, norm = node.body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -10,11 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from zbmd.training.model.gpt import Batch
-from zbmd.training.model.graph.ir import ACTIVATIONS_IN, SLOPE_IN, Graph
+from zbmd.training.model.graph.ir import ACTIVATIONS_IN, OWN_TARGETS, OWN_TOKENS, SLOPE_IN, Graph
 from zbmd.training.model.graph.memory import ALIGNMENT
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
-from zbmd.training.ops.cuda.operators import NOISE_HEAD, noise_numbers, rows_by_token
+from zbmd.training.ops.cuda.operators import (
+    NOISE_HEAD,
+    noise_numbers,
+    own_targets,
+    own_tokens,
+    rows_by_token,
+)
 from zbmd.training.ops.cuda.transfers import UploadAhead
 
 
@@ -32,11 +38,12 @@ class BatchInputs:
     numbers of dropout, and the weight of the loss.
     """
 
-    def __init__(self, executor: Executor, graphs: Iterable[Graph]) -> None:
+    def __init__(self, executor: Executor, graphs: Sequence[Graph]) -> None:
         sizes = dict[str, tuple[int, npt.DTypeLike]]()
         for graph in graphs:
             sizes |= _sizes_of(graph)
         self._sizes, self._starts, end = sizes, dict[str, int](), 0
+        self._own = _own_parts(graphs)
         for name, (count, dtype) in sizes.items():
             self._starts[name] = end
             end += -(-count * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
@@ -78,12 +85,27 @@ class BatchInputs:
             "targets": lambda: batch.targets,
             "scale": lambda: batch.weight,
         }
+        for name, part in self._own.items():
+            find, read = (own_tokens, tokens) if name == OWN_TOKENS else (own_targets, batch.targets)
+            given[name] = partial(find, read, part)
         if batch.noise is not None:
             given["noise"] = partial(noise_numbers, batch.noise)
         for name in given.keys() & into.keys():
             into[name][:] = given[name]()
         if "order" in into:
-            into["order"][:], into["starts"][:] = rows_by_token(tokens, len(into["starts"]) - 1)
+            rows = into.get(OWN_TOKENS, tokens)  # the ones of others are behind all of the table
+            into["order"][:], into["starts"][:] = rows_by_token(rows, len(into["starts"]) - 1)
+
+
+def _own_parts(graphs: Iterable[Graph]) -> dict[str, tuple[int, int]]:
+    """Return the part of the vocabulary that this rank has, by the inputs that depend on it."""
+    every = (node for graph in graphs for node in graph.nodes)
+    names = {"embedding_of_vocabulary": OWN_TOKENS, "part_sums": OWN_TARGETS}
+    return {
+        names[node.op]: (int(node.attributes["first"]), int(node.attributes["stop"]))
+        for node in every
+        if node.op in names
+    }
 
 
 def _sizes_of(graph: Graph) -> Mapping[str, tuple[int, npt.DTypeLike]]:

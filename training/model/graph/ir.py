@@ -21,6 +21,8 @@ ELEMENTWISE: Final = frozenset(
 )
 """Ops whose output has an element for each of their first input's, and depends on no other of these."""
 ACTIVATIONS: Final = ("gelu", "squared_relu")
+EXCHANGES: Final = frozenset(("all_gather", "reduce_scatter", "all_reduce", "join_sums"))
+"""Ops that all ranks along `tp` take part in: no captured graph can hold them."""
 
 Phase = Literal["forward", "recompute", "backward", "weights"]
 """weights: gradients of weights that are computed after those of activations, in a pass of their own."""
@@ -32,6 +34,9 @@ SLOPE_IN: Final = "slope"
 """The gradient of the output of a run of units that does not end with the loss."""
 ACTIVATIONS_OUT: Final = "activations out"
 SLOPE_OUT: Final = "slope out"
+OWN_TOKENS: Final = "own tokens"
+"""The input of a model that is divided along `tp`: the row of each token in this rank's part of the table."""
+OWN_TARGETS: Final = "own targets"
 GRADIENT: Final = "grad "
 """Begins the name of the gradient of a parameter."""
 Source = Literal["input", "weight", "constant", "node"]

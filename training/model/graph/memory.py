@@ -16,7 +16,7 @@ from zbmd.training.model.graph.ir import ELEMENTWISE, Graph, Node
 
 ALIGNMENT: Final = 256
 """Bytes: as `cudaMalloc` aligns."""
-_IN_PLACE: Final = ELEMENTWISE | {"cross_entropy_both", "elements"}
+_IN_PLACE: Final = ELEMENTWISE | {"cross_entropy_both", "elements", "part_slopes"}
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
+from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.tape import GradReady
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.model.graph.cuda_executor import NOTHING, CudaGraphRun, CudaProgram, SharedMemory
 from zbmd.training.model.graph.fusion import fuse
 from zbmd.training.model.graph.inputs import BatchInputs
-from zbmd.training.model.graph.ir import ACTIVATIONS_IN, ACTIVATIONS_OUT, PASSES, SLOPE_IN, SLOPE_OUT
+from zbmd.training.model.graph.ir import ACTIVATIONS_IN, ACTIVATIONS_OUT, PASSES, SLOPE_IN, SLOPE_OUT, Node
 from zbmd.training.model.graph.segments import Segment, SegmentedRun, nodes_of_pass, segments_of
 from zbmd.training.model.graph.trace import slots_of_units, trace_units
+from zbmd.training.model.tensor_parallel import ParallelGPT, PartOfGPT, gathered_sums
 from zbmd.training.ops.cuda.device_array import DeviceArray
 from zbmd.training.ops.cuda.executor import Executor
-from zbmd.training.ops.cuda.operators import PendingLoss
+from zbmd.training.ops.cuda.operators import PendingLoss, joined_sums
 from zbmd.transport.errors import LocalProtocolError
 
 SHAPES_MAX: Final = 2
@@ -47,16 +49,15 @@ class FusedPass:
         self._splits = bool(nodes_of_pass(program.graph, WEIGHTS))
         self._slots = slots_of_units(owner.model, units)
         inputs = BatchInputs(self._executor, [program.graph])
-        self._inputs, self._played = (
-            inputs,
-            SegmentedRun(CudaGraphRun(program, self._executor, inputs, shared), self._executor),
-        )
-        self._run = self._played.run
+        self._inputs, run = inputs, CudaGraphRun(program, self._executor, inputs, shared)
+        self._played = SegmentedRun(run, self._executor, self._exchange)
+        self._run = run
         self._segments = dict[tuple[int, tuple[tuple[int, int], ...]], Sequence[Segment]]()
         self._own = dict[str, DeviceArray]()
         self._bound = dict[str, DeviceArray]()
         self._weights = self._grads = list[DeviceArray]()
         self._losses: DeviceArray | None = None
+        self._batch: Batch | None = None
         self.is_free = True
 
     @property
@@ -67,6 +68,7 @@ class FusedPass:
     def forward(self, batch: Batch, weights: Sequence[Array], x: Array | None) -> Array:
         """Compute the output, or a loss that is known after `backward`."""
         self._weights = _on_device(weights)
+        self._batch, self._run.loss_weight = batch, batch.weight
         self._inputs.load(batch)
         self._bound.clear()
         self._take(ACTIVATIONS_IN, x)
@@ -85,7 +87,7 @@ class FusedPass:
         grads: Sequence[Array],
         slope: Array,
         on_grad_ready: GradReady | None = None,
-        spans: Sequence[slice] = (),
+        ends: Sequence[slice] = (),
     ) -> Array | None:
         """See `UnitPass`."""
         self._weights, self._grads = _on_device(weights), _on_device(grads)
@@ -96,7 +98,7 @@ class FusedPass:
             raise LocalProtocolError(
                 f"a loss scale of {float(slope):g} was given: gradients of bf16 on a device need none"
             )
-        self._play(BACKWARD, on_grad_ready, spans)
+        self._play(BACKWARD, on_grad_ready, ends)
         if not self._splits:
             self._let_go()
         if self._losses is not None:
@@ -106,9 +108,9 @@ class FusedPass:
             self._owner.lasting.add(made.address)
         return cast(Array | None, made)
 
-    def weight_gradient(self, on_grad_ready: GradReady | None = None, spans: Sequence[slice] = ()) -> None:
+    def weight_gradient(self, on_grad_ready: GradReady | None = None, ends: Sequence[slice] = ()) -> None:
         """See `UnitPass`."""
-        self._play(WEIGHTS, on_grad_ready, spans)
+        self._play(WEIGHTS, on_grad_ready, ends)
         self._let_go()
 
     def leave(self) -> None:
@@ -139,11 +141,33 @@ class FusedPass:
             array = own
         self._bound[name] = array
 
-    def _play(self, number: int, on_grad_ready: GradReady | None = None, spans: Sequence[slice] = ()) -> None:
-        cuts = () if on_grad_ready is None else tuple((one.start, one.stop) for one in spans)
+    def _exchange(self, node: Node) -> None:
+        """Take part in what ranks along `tp` exchange; the device reads what came in its order."""
+        model, run, batch = self._owner.model, self._run, self._batch
+        assert isinstance(model, ParallelGPT) and batch is not None and batch.targets is not None
+        outputs, inputs = run.arrays(node.outputs), run.arrays(node.inputs)
+        if node.op == "join_sums":
+            every = gathered_sums(model.group, inputs[0].get())
+            log_sums, losses = joined_sums(every, batch.targets, model.config.vocabulary)
+            self._executor.upload(log_sums, outputs[1])
+            self._executor.upload(losses, run.losses)
+            return
+        blocking: Any = model.group.blocking
+        (made,), (given,), size = outputs, inputs, model.group.size
+        with spans.COMM:
+            if node.op == "all_gather":
+                blocking.all_gather(given, out=made.reshape(size, *given.shape))
+            elif node.op == "reduce_scatter":
+                blocking.reduce_scatter(given.reshape(size, *made.shape), out=made)
+            else:
+                self._executor.copy(made, given)
+                blocking.all_reduce(made)
+
+    def _play(self, number: int, on_grad_ready: GradReady | None = None, ends: Sequence[slice] = ()) -> None:
+        cuts = () if on_grad_ready is None else tuple((one.start, one.stop) for one in ends)
         grads = self._grads if number != FORWARD else []
         every = (*self._weights[:1], *grads[:1], *self._bound.values())
-        key = (number, cuts, *(one.address for one in every))
+        key = (number, cuts, self._run.loss_weight, *(one.address for one in every))
 
         def bind() -> None:
             names = [slot.name for slot in self._slots]
@@ -151,9 +175,9 @@ class FusedPass:
             self._run.bind(dict(zip(names, self._weights, strict=True)), by_name, self._bound)
 
         if (number, cuts) not in self._segments:
-            graph, ends = self._run.graph, [slice(*one) for one in cuts]
+            graph, cut = self._run.graph, [slice(*one) for one in cuts]
             nodes = nodes_of_pass(graph, number)
-            self._segments[number, cuts] = segments_of(graph, nodes, self._slots, ends)
+            self._segments[number, cuts] = segments_of(graph, nodes, self._slots, cut)
         self._played.play(self._segments[number, cuts], key, bind, on_grad_ready)
 
 
@@ -204,6 +228,7 @@ class FusedPasses:
             precision="bfloat16",
             recompute=self.model.recompute,
             splits=splits,
+            part=(self.model.part, self.model.shards.parts) if isinstance(self.model, PartOfGPT) else (0, 1),
         )
         graph = fuse(traced.graph, target="cuda").graph
         return CudaProgram(traced, graph, self.executor, keeps=True)

@@ -13,9 +13,10 @@ from typing import Final
 from zbmd.training.autograd.parameter_layout import ParameterSlot
 from zbmd.training.autograd.tape import GradReady
 from zbmd.training.model.graph.cuda_executor import CudaGraphRun
-from zbmd.training.model.graph.ir import GRADIENT, PASSES, Graph, Node
+from zbmd.training.model.graph.ir import EXCHANGES, GRADIENT, PASSES, Graph, Node
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.executor import Graph as CapturedGraph
+from zbmd.transport.errors import LocalProtocolError
 
 CAPTURES_MAX: Final = 32
 """Of one run: one for each buffer of gradients and weights, pass by pass, with and without early ends."""
@@ -27,6 +28,8 @@ class Segment:
 
     nodes: tuple[Node, ...]
     parameters: tuple[int, ...]
+    exchange: Node | None = None
+    """The node after them that ranks along `tp` take part in, if there is one."""
 
 
 def nodes_of_pass(graph: Graph, number: int) -> Sequence[Node]:
@@ -37,7 +40,7 @@ def nodes_of_pass(graph: Graph, number: int) -> Sequence[Node]:
 def segments_of(
     graph: Graph, nodes: Sequence[Node], slots: Sequence[ParameterSlot], spans: Sequence[slice] = ()
 ) -> list[Segment]:
-    """Return `nodes` in segments: one ends where all gradients in one of `spans` are final.
+    """Return `nodes` in segments: one ends at an exchange, or where all gradients of a span are final.
 
     slots: the parameters, which follow each other; spans count elements from the first one on.
     """
@@ -56,14 +59,16 @@ def segments_of(
     left = {number: list(span_of.values()).count(number) for number in range(len(spans))}
     found, held, parameters = list[Segment](), list[Node](), list[int]()
     for place, node in enumerate(nodes):
-        held.append(node)
+        exchange = node if node.op in EXCHANGES else None
+        if exchange is None:
+            held.append(node)
         done = final.get(place, [])
         parameters += done
         for number in (span_of[index] for index in done if index in span_of):
             left[number] -= 1
         ends = any(left[span_of[index]] == 0 for index in done if index in span_of)
-        if ends or place == len(nodes) - 1:
-            found.append(Segment(tuple(held), tuple(parameters)))
+        if ends or exchange is not None or place == len(nodes) - 1:
+            found.append(Segment(tuple(held), tuple(parameters), exchange))
             held, parameters = [], []
     return found
 
@@ -71,9 +76,12 @@ def segments_of(
 class SegmentedRun:
     """Plays segments of one run, as captured graphs if its program has run before."""
 
-    def __init__(self, run: CudaGraphRun, executor: Executor) -> None:
+    def __init__(
+        self, run: CudaGraphRun, executor: Executor, exchange: Callable[[Node], None] | None = None
+    ) -> None:
+        """`exchange` performs a node that ranks take part in; a graph without one needs none."""
         self.run: Final = run
-        self._executor = executor
+        self._executor, self._exchange = executor, exchange or _refused
         self._captured = dict[tuple[object, ...], list[CapturedGraph]]()
 
     def play(
@@ -92,10 +100,12 @@ class SegmentedRun:
             return
         graphs = self._graphs(segments, key, bind)
         for number, segment in enumerate(segments):
-            if graphs:
-                self._executor.replay(graphs[number])
-            else:
+            if not graphs:
                 self.run.launch(segment.nodes)
+            elif segment.nodes:
+                self._executor.replay(graphs[number])
+            if segment.exchange is not None:
+                self._exchange(segment.exchange)
             if on_grad_ready is not None:
                 for parameter in segment.parameters:
                     on_grad_ready(parameter)
@@ -103,7 +113,7 @@ class SegmentedRun:
 
     def close(self) -> None:
         """Destroy what was captured, once the device is done with it."""
-        self._executor.drop(graph for captured in self._captured.values() for graph in captured)
+        self._executor.drop(one for graphs in self._captured.values() for one in graphs if one.number)
         self._captured.clear()
 
     def _graphs(
@@ -117,11 +127,19 @@ class SegmentedRun:
         if any(node.number not in self.run.program.warm for segment in segments for node in segment.nodes):
             return []
         if len(self._captured) >= CAPTURES_MAX:
-            self._executor.drop(self._captured.pop(next(iter(self._captured))))
+            oldest = self._captured.pop(next(iter(self._captured)))
+            self._executor.drop(one for one in oldest if one.number)
         made = list[CapturedGraph]()
         for segment in segments:
+            if not segment.nodes:  # an exchange follows another one
+                made.append(CapturedGraph())
+                continue
             with self._executor.capturing() as graph:
                 self.run.launch(segment.nodes)
             made.append(graph)
         self._captured[key] = made
         return made
+
+
+def _refused(node: Node) -> None:
+    raise LocalProtocolError(f"{node.op} is exchanged along tp, and the model is not divided")

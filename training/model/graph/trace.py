@@ -25,6 +25,8 @@ from zbmd.training.model.graph.ir import (
     ACTIVATIONS_IN,
     ACTIVATIONS_OUT,
     GRADIENT,
+    OWN_TARGETS,
+    OWN_TOKENS,
     SLOPE_IN,
     SLOPE_OUT,
     Attribute,
@@ -34,6 +36,7 @@ from zbmd.training.model.graph.ir import (
     Source,
     Value,
 )
+from zbmd.training.model.tensor_parallel import ParallelGPT
 
 Shape = tuple[int, ...]
 
@@ -50,9 +53,16 @@ class SymbolicArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def reshape(self, *_: int) -> SymbolicArray:
-        """Return the flat view, the only one that a model asks for."""
-        return SymbolicArray(self.builder, self.number, (self.size,), self.dtype)
+    @property
+    def executor(self) -> _Builder:
+        """Return what makes arrays where this one lies."""
+        return self.builder
+
+    def reshape(self, *shape: int) -> SymbolicArray:
+        """Return a view of another shape; one extent may be -1."""
+        rest = self.size // math.prod(extent for extent in shape if extent != -1)
+        extents = tuple(rest if extent == -1 else extent for extent in shape)
+        return SymbolicArray(self.builder, self.number, extents, self.dtype)
 
     def copy(self) -> SymbolicArray:
         """Return a copy."""
@@ -92,6 +102,10 @@ class _Builder:
         )
         return SymbolicArray(self, number, shape, dtype)
 
+    def empty(self, shape: Shape, dtype: np.dtype[Any]) -> SymbolicArray:
+        """Return an array that is not written yet."""
+        return SymbolicArray(self, -1, shape, dtype)
+
     def constant(self, name: str, array: Any) -> SymbolicArray:
         """Return `array`, which the model has made itself, as a value; itself if it is one."""
         if isinstance(array, SymbolicArray):
@@ -102,6 +116,14 @@ class _Builder:
         made = self.value(name, array.shape, array.dtype, "constant")
         self.constants[made.number] = array
         return made
+
+    def input(self, name: str, shape: Shape) -> SymbolicArray:
+        """Return an input of integers, the same if it was asked for before."""
+        found = next((one for one in self.values.values() if one.name == name), None)
+        kind = np.dtype(np.int64)
+        if found is not None:
+            return SymbolicArray(self, found.number, found.shape, kind)
+        return self.value(name, shape, kind, "input")
 
     def emit_all(
         self,
@@ -283,10 +305,22 @@ class TracingOperators:
 
         return tape.record(_data(self._b.emit(name, [a], a.shape, self.dtype, again=True)), backward)
 
-    def dropout(self, tape: Tape, x: Tensor, *, rate: float, noise: Noise, site: int) -> Tensor:
+    def dropout(
+        self,
+        tape: Tape,
+        x: Tensor,
+        *,
+        rate: float,
+        noise: Noise,
+        site: int,
+        first_row: int = 0,
+        rows: int | None = None,
+    ) -> Tensor:
         """See `ops.dropout`."""
         a = _sym(x.data)
         given: Any = {"rate": rate, "site": site}
+        if rows is not None:
+            given |= {"first_row": first_row, "rows": rows}
 
         def backward(dy: Array) -> None:
             x.accumulate(_data(self._b.emit("dropout", [_sym(dy)], a.shape, self.dtype, **given)))
@@ -325,6 +359,78 @@ class TracingOperators:
             logits.accumulate(_data(made))
 
         return tape.record(_data(loss), backward)
+
+    def embedding_of_vocabulary(
+        self, tape: Tape, tokens: Array, table: Parameter, own: tuple[int, int]
+    ) -> Tensor:
+        """See `CudaOperators.embedding_of_vocabulary`."""
+        b, known, (first, stop) = self._b, _sym(table.stored), own
+        places = b.input(OWN_TOKENS, _sym(tokens).shape)
+        sizes = (len(places), known.shape[1])
+        y = b.emit("embedding_of_vocabulary", [places, known], sizes, self.dtype, first=first, stop=stop)
+
+        def backward(dy: Array) -> None:
+            def write(out: Array) -> None:
+                into = _sym(out)
+                inputs, rows = [_sym(dy), places], into.shape[0]
+                into.become(b.emit("embedding_grad", inputs, into.shape, into.dtype, rows=rows))
+
+            table.receive(write, lasting=True)
+
+        return tape.record(_data(y), backward, table)
+
+    def vocabulary_loss(
+        self,
+        tape: Tape,
+        logits: Tensor,
+        targets: Array,
+        own: tuple[int, int],
+        gather: Callable[[Array], Array],
+        *,
+        weight: float,
+        vocabulary: int,
+    ) -> Tensor:
+        """See `CudaOperators.vocabulary_loss`: what is gathered, and joined by the host, is one node."""
+        b, scores, (first, stop) = self._b, _sym(logits.data), own
+        places, rows = b.input(OWN_TARGETS, (len(scores),)), len(scores)
+        sums = b.emit("part_sums", [scores, places], (2, rows), self.sums, first=first, stop=stop)
+        loss, logs = b.emit_all("join_sums", [sums], [((), self.sums), ((rows,), self.sums)])
+
+        def backward(_: Array) -> None:
+            inputs = [scores, logs, places]
+            logits.accumulate(_data(b.emit("part_slopes", inputs, scores.shape, self.dtype)))
+
+        return tape.record(_data(loss), backward)
+
+
+class _TracedCollectives:
+    """The collectives of units as nodes."""
+
+    def __init__(self, builder: _Builder) -> None:
+        self._b = builder
+
+    def all_gather(self, x: Any, /, *, out: Any) -> None:
+        """Return all members' rows in `out`."""
+        rows, features = math.prod(out.shape[:-1]), out.shape[-1]
+        out.become(self._b.emit("all_gather", [x], (rows, features), x.dtype))
+
+    def reduce_scatter(self, x: Any, /, *, out: Any) -> None:
+        """Return this member's rows of the sum in `out`."""
+        out.become(self._b.emit("reduce_scatter", [x], out.shape, x.dtype))
+
+    def all_reduce(self, x: Any, /) -> Any:
+        """Let `x` be the sum."""
+        x.become(self._b.emit("all_reduce", [x], x.shape, x.dtype))
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedGroup:
+    """The group along `tp` of a trace."""
+
+    blocking: _TracedCollectives
+    rank: int
+    size: int
 
 
 class _TraceModule(ModuleType):
@@ -376,14 +482,20 @@ def trace_units(
     precision: str = "float32",
     recompute: bool = False,
     splits: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> Traced:
     """Return the passes of a run of units; see `trace_step`.
 
     splits: the gradients of weights are a pass of their own, after the one that ends with the input's.
+    part: of the model, and how many ranks along `tp` divide it.
     """
     dtype = bfloat16() if precision == "bfloat16" else np.dtype(precision)
-    builder = _Builder()
-    model = GPT(config, xp=_TraceModule(builder, dtype), recompute=recompute)
+    builder, (place, parts) = _Builder(), part
+    xp = _TraceModule(builder, dtype)
+    model = GPT(config, xp=xp, recompute=recompute)
+    if parts > 1:
+        group: Any = _TracedGroup(_TracedCollectives(builder), place, parts)
+        model = ParallelGPT(config, group, xp=xp, recompute=recompute)
     length, slots = length or config.context, slots_of_units(model, units)
     rows, weight = sequences * length, 1.0 / (sequences * length)
     batch = Batch(
@@ -395,13 +507,13 @@ def trace_units(
     weights = [_data(builder.value(slot.name, slot.shape, dtype, "weight")) for slot in slots]
     grads = [SymbolicArray(builder, -1, slot.shape, dtype) for slot in slots]
     parameters = [
-        Parameter(weight, _data(grad), index, None)
-        for index, (weight, grad) in enumerate(zip(weights, grads, strict=True))
+        model.leaf(slot.name, Parameter(weight, _data(grad), index, None))
+        for index, (slot, weight, grad) in enumerate(zip(slots, weights, grads, strict=True))
     ]
     later: list[Callable[[], None]] = []
     for parameter in parameters if splits else ():
         parameter.deferred = later
-    wide = (rows, config.width)
+    wide = (rows // parts, config.width)
     x = Tensor(_data(builder.value(ACTIVATIONS_IN, wide, dtype, "input")) if units[0] else np.zeros(0))
     tape = builder.tape = Tape(model.xp)
     made = model.run_units(tape, units, x, parameters, batch)

@@ -6,8 +6,9 @@ Tokens and targets lie in host memory, and are copied as they are used. The nump
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,34 @@ def rows_by_token(
     order = np.argsort(tokens, kind="stable")
     starts = np.searchsorted(tokens[order], np.arange(vocabulary + 1))
     return order.astype(np.int32), starts.astype(np.int32)
+
+
+def own_tokens(tokens: npt.NDArray[Any], own: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """Return the rows of `tokens` in the part [own[0], own[1]) of a table; of others, the one behind it."""
+    first, stop = own
+    places = np.where((tokens >= first) & (tokens < stop), tokens.astype(np.int64) - first, stop - first)
+    return places.astype(np.int64)
+
+
+def own_targets(targets: npt.NDArray[Any], own: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """Return the columns of `targets` in the part [own[0], own[1]) of the vocabulary; of others, -1."""
+    first, stop = own
+    places = np.where((targets >= first) & (targets < stop), targets.astype(np.int64) - first, -1)
+    return places.astype(np.int64)
+
+
+def joined_sums(
+    every: npt.NDArray[np.float32], targets: npt.NDArray[Any], vocabulary: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return the log-sum of each row, and its loss, given all ranks' `part_sums`.
+
+    A target out of range is NaN.
+    """
+    log_sums, picked = every[0]
+    for more_logs, more_picked in every[1:]:
+        log_sums, picked = np.logaddexp(log_sums, more_logs), picked + more_picked
+    log_sums = np.where((targets >= 0) & (targets < vocabulary), log_sums, np.float32(np.nan))
+    return log_sums, log_sums - picked
 
 
 @dataclass(slots=True)
@@ -127,41 +156,61 @@ class CudaOperators:
         given = (Out(out), dy, order, starts, i32(dy.shape[1]))
         self.executor.launch(f"embedding_grad_{dy.kind}", len(out), *given)
 
-    def embedding_of_some(
-        self, tape: Tape, places: npt.NDArray[np.int64], table: Parameter, mine: npt.NDArray[np.bool_]
+    def embedding_of_vocabulary(
+        self, tape: Tape, tokens: Array, table: Parameter, own: tuple[int, int]
     ) -> Tensor:
-        """Return the rows `places` of the table where `mine` is set, and zeros elsewhere."""
+        """Return the rows of a table of the tokens in [own[0], own[1]), and zeros for other tokens."""
         run, rows = self.executor, _on_device(table.stored)
-        whole = run.empty((len(rows) + 1, rows.shape[1]), self.dtype)  # behind the table, a row of zeros
-        whole[: len(rows)] = rows
-        whole[len(rows) :] = 0
+        places = own_tokens(tokens, own)
         y = run.empty((len(places), rows.shape[1]), self.dtype)
-        self.embed(y, whole, run.upload(np.where(mine, places, len(rows)).astype(np.int64)))
-        own = np.flatnonzero(mine)
-        return tape.record(_as_data(y), lambda dy: self._add_rows(table, dy, places, own), table)
+        self.embed_own(y, rows, run.upload(places))
+        mine = np.flatnonzero(places < len(rows))
+        return tape.record(_as_data(y), lambda dy: self._add_rows(table, dy, places, mine), table)
 
-    def part_sums(self, logits: Array, places: npt.NDArray[np.int64]) -> DeviceArray:
-        """Return, (2, rows), the log of the sum of exponentials of each row, and its logit at `places`.
+    def embed_own(self, y: DeviceArray, table: DeviceArray, places: DeviceArray) -> None:
+        """Write the rows `places` of the table to `y`; the one behind its last is zero."""
+        whole = self.executor.empty((len(table) + 1, table.shape[1]), self.dtype)
+        whole[: len(table)] = table
+        whole[len(table) :] = 0
+        self.embed(y, whole, places)
+
+    def part_sums(self, sums: DeviceArray, logits: DeviceArray, places: DeviceArray) -> None:
+        """Write, (2, rows), the log of the sum of exponentials of each row, and its logit at `places`.
 
         Of a row whose place is -1 that is 0.
         """
-        run, scores = self.executor, _on_device(logits)
-        sums = run.empty((2, len(scores)), np.float32)
-        given = (Out(sums), scores, run.upload(places), i32(scores.shape[1]))
-        run.launch(f"part_sums_{scores.kind}", len(scores), *given)
-        return sums
+        given = (Out(sums), logits, places, i32(logits.shape[1]))
+        self.executor.launch(f"part_sums_{logits.kind}", len(logits), *given)
 
     def part_slopes(
-        self,
-        logits: Array,
-        log_sums: npt.NDArray[np.float32],
-        places: npt.NDArray[np.int64],
-        factor: float,
+        self, logits: DeviceArray, log_sums: DeviceArray, places: DeviceArray, factor: float
     ) -> None:
         """Overwrite logits by the gradient of a loss whose classes are divided over ranks."""
-        run, scores = self.executor, _on_device(logits)
-        given = (run.upload(log_sums), run.upload(places), f32(factor), i32(scores.shape[1]))
-        run.launch(f"part_slopes_{scores.kind}", len(scores), Out(scores), *given)
+        given = (log_sums, places, f32(factor), i32(logits.shape[1]))
+        self.executor.launch(f"part_slopes_{logits.kind}", len(logits), Out(logits), *given)
+
+    def vocabulary_loss(
+        self,
+        tape: Tape,
+        logits: Tensor,
+        targets: Array,
+        own: tuple[int, int],
+        gather: Callable[[Array], Array],
+        *,
+        weight: float,
+        vocabulary: int,
+    ) -> Tensor:
+        """Return the loss of logits of the tokens in [own[0], own[1]). `gather` collects all ranks' sums."""
+        run, scores = self.executor, _on_device(logits.data)
+        places, sums = run.upload(own_targets(targets, own)), run.empty((2, len(scores)), np.float32)
+        self.part_sums(sums, scores, places)
+        log_sums, losses = joined_sums(gather(sums.get()), targets, vocabulary)
+
+        def backward(dy: Array) -> None:
+            self.part_slopes(scores, run.upload(log_sums), places, float(dy) * weight)
+            logits.accumulate(_as_data(scores))
+
+        return tape.record(np.asarray(losses.sum(dtype=np.float64) * weight), backward)
 
     def cross_entropy(self, tape: Tape, logits: Tensor, targets: Array, *, weight: float) -> Tensor:
         """See `ops.cross_entropy`. targets: in host memory. The logits become their gradient, at once."""

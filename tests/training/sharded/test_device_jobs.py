@@ -79,6 +79,12 @@ def _check_profile(out: Path) -> None:
         assert all(row[2] > 0 and row[3] > 0 for row in products)
 
 
+def _counted(out: Path) -> list[tuple[int, int]]:
+    """Return the launches and kernels of each step after the first."""
+    rows = [msgspec.json.decode(row) for row in (out / METRICS_NAME).read_bytes().splitlines()]
+    return [(row["launches"], row["kernels"]) for row in rows if row.get("step", 0) > 1 and "loss" in row]
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "text")
@@ -95,9 +101,7 @@ def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, t
     _check_profile(tmp_path / "cuda")
     for rank in range(2):
         assert any(f"rank {rank}: device cuda:{rank} (Modelled GPU" in line for line in lines), lines
-    rows = [msgspec.json.decode(row) for row in (tmp_path / "cuda" / METRICS_NAME).read_bytes().splitlines()]
-    counted = [(row["launches"], row["kernels"]) for row in rows if row.get("step", 0) > 1 and "loss" in row]
-    *replayed, sampled = counted
+    *replayed, sampled = _counted(tmp_path / "cuda")
     assert replayed and all(4 * launches < kernels for launches, kernels in replayed), "graphs are replayed"
     assert sampled[0] == sampled[1], "a step whose ops are sampled launches each kernel"
     expected = run_plain(_options(tmp_path / "cpu", data, device="cpu", plain=True))
@@ -114,7 +118,7 @@ def test_a_job_on_gpus_is_near_the_one_on_cpus_also_if_a_gpu_fails(data: Path, t
 
 
 def test_gpus_that_reach_each_other_exchange_directly_also_after_a_death(data: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": 0, "graph": "tape"}
+    given: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": 0}
     code, calm, lines = _run(_options(tmp_path / "alone", data, **given), 1)
     assert code == 0, lines
     reaching = {modelled_gpu.SHARES_VARIABLE: "1", faults.FAULT_VARIABLE: "rank1:zero.updated:2"}
@@ -129,6 +133,8 @@ def test_gpus_that_reach_each_other_exchange_directly_also_after_a_death(data: P
         database.update()
         asked = "SELECT count(*) FROM op_profile WHERE op = 'update' AND execute_ns > 0 AND rank = ?"
         assert all(database.connection.execute(asked, (rank,)).fetchone() > (0,) for rank in range(2))
+    launches, kernels = _counted(tmp_path / "two")[-1]
+    assert 2 * launches < kernels, "each pass of a unit is replayed"
 
 
 def test_a_gpu_that_is_too_small_ends_the_job_before_it_begins(data: Path, tmp_path: Path) -> None:

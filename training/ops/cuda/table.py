@@ -1,7 +1,8 @@
-"""The table of all kernels: sources, entries, architectures, and what each may use.
+"""The table of all kernels: sources, entries, architectures, what each may use, and which compute what.
 
 The tests compile every kernel for its architectures and hold ptxas's report against the budget; the engine
-reads the same table to launch.
+reads the same table to launch. Products and attention have kernels for every architecture and kernels for
+Hopper: `choose_product` and `choose_attention` are the rule between them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from zbmd.training.ops.cuda.compiler import Compiled, Compiler
 
 PACKAGE: Final = __name__.rpartition(".")[0]
 PORTABLE: Final = ("sm_80", "sm_90a")
+HOPPER: Final = "sm_90a"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,27 @@ def _attention(depth: int, keys_block: int, *registers: int) -> list[KernelEntry
             name=f"{name}_{depth}", source="attention.cu", block=block, registers=most, dynamic=dynamic
         )
         for name, block, most, dynamic in entries
+    ]
+
+
+def _attention_by_wgmma(depth: int, *registers: int) -> list[KernelEntry]:
+    """Return the kernels of `_attention` for Hopper: a block has 128 rows, and stages of 64 that change."""
+    own, stages = 128 * depth * 2, 4 * 64 * depth * 2
+    parts = (
+        ("", "hopper/attention.cu", own),
+        ("_keys_grad", "hopper/attention_grad.cu", 2 * own),
+        ("_queries_grad", "hopper/attention_grad.cu", 2 * own),
+    )
+    return [
+        KernelEntry(
+            name=f"attention_wgmma{part}_{depth}",
+            source=source,
+            block=256,
+            registers=most,
+            dynamic=kept + stages,
+            architectures=(HOPPER,),
+        )
+        for (part, source, kept), most in zip(parts, registers, strict=True)
     ]
 
 
@@ -147,22 +170,53 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
     *_fp8(),
     KernelEntry(name="cache_rows", source="cached.cu", block=256, registers=40),
     KernelEntry(name="attention_cached", source="cached.cu", block=128, registers=64, shared=4128),
-    *(
-        KernelEntry(
-            name=f"attention_wgmma_{depth}",
-            source="hopper/attention.cu",
-            block=256,
-            registers=most,
-            dynamic=(128 + 4 * 64) * depth * 2,
-            architectures=("sm_90a",),
-        )
-        for depth, most in ((64, 128), (128, 184))
-    ),
+    *_attention_by_wgmma(64, 120, 176, 128),
+    *_attention_by_wgmma(128, 168, 248, 176),
     *_attention(64, 128, 160, 248, 176),
     *_attention(128, 256, 200, 255, 240),
 )
 
 BY_NAME: Final[Mapping[str, KernelEntry]] = {kernel.name: kernel for kernel in KERNELS}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernels that compute a product, or attention, of one shape.
+
+    prefix: of their names. tile: the rows and columns of a product, or the queries and keys, of a block.
+    """
+
+    prefix: str
+    tile: tuple[int, int]
+    reason: str
+    is_tiled: bool = False
+    """Whether operands are given as tensor maps."""
+
+
+PORTABLE_PRODUCTS: Final = Choice("matmul", (128, 128), "mma.sync: wgmma needs compute capability 9.0")
+HOPPER_PRODUCTS: Final = Choice("tma", (128, 256), "wgmma, with tiles brought by tensor maps", is_tiled=True)
+NARROW_PRODUCTS: Final = Choice(
+    "matmul", (128, 128), "mma.sync: at most 128 columns leave half of a tile of wgmma empty"
+)
+PORTABLE_ATTENTION: Final = Choice("attention", (64, 64), "mma.sync: wgmma needs compute capability 9.0")
+HOPPER_ATTENTION: Final = Choice("attention_wgmma", (128, 64), "wgmma, in tiles of 128 queries")
+SHORT_ATTENTION: Final = Choice(
+    "attention", (64, 64), "mma.sync: sequences of at most 64 tokens leave half of a tile of wgmma empty"
+)
+
+
+def choose_product(architecture: str, columns: int) -> Choice:
+    """Return what computes a product with so many columns. All choices have the same bits."""
+    if architecture != HOPPER:
+        return PORTABLE_PRODUCTS
+    return NARROW_PRODUCTS if columns <= PORTABLE_PRODUCTS.tile[1] else HOPPER_PRODUCTS
+
+
+def choose_attention(architecture: str, length: int) -> Choice:
+    """Return what computes attention of sequences of this length, whatever their number."""
+    if architecture != HOPPER:
+        return PORTABLE_ATTENTION
+    return SHORT_ATTENTION if length <= PORTABLE_ATTENTION.tile[0] else HOPPER_ATTENTION
 
 
 @cache

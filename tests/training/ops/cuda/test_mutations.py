@@ -92,6 +92,45 @@ MUTATIONS = {
         *("attention_wgmma_64", "copy_async_wait<1>();", "copy_async_wait<2>();"),
         *(ptx.RaceFound, "still writing"),
     ),
+    "attention's keys: no fence before wgmma": (
+        *(
+            "attention_wgmma_keys_grad_64",
+            "load(step + 1);\n        copy_async_wait<1>();\n        fence_for_wgmma();",
+        ),
+        *("load(step + 1);\n        copy_async_wait<1>();", ptx.RaceFound, "fence.proxy.async"),
+    ),
+    "attention's keys: queries that are not waited for": (
+        *("attention_wgmma_keys_grad_64", "load(step + 1);\n        copy_async_wait<1>();"),
+        *("load(step + 1);\n        copy_async_wait<2>();", ptx.RaceFound, "still writing"),
+    ),
+    "attention's keys: a stage that is overwritten while the other warpgroup reads": (
+        *("attention_wgmma_keys_grad_64", "__syncthreads();  // both warpgroups are done with the stage", ""),
+        *(ptx.RaceFound, "still reading|no order"),
+    ),
+    "attention's keys: sums that are read before the wait": (
+        *("attention_wgmma_keys_grad_64", "wgmma_wait<0>();\n        wgmma_done(dv);"),
+        *(
+            "wgmma_wait<1>();\n        wgmma_done(dv);",
+            ptx.PtxError,
+            "wgmma has still to write it|still reading",
+        ),
+    ),
+    "attention's queries: no barrier before a tile is read": (
+        *("attention_wgmma_queries_grad_64", "__syncthreads();  // tile j is there", ""),
+        *(ptx.RaceFound, "no order|still writing"),
+    ),
+    "attention's queries: sums that are read before the wait": (
+        *("attention_wgmma_queries_grad_64", "wgmma_wait<0>();\n        wgmma_done(dq);"),
+        *(
+            "wgmma_wait<1>();\n        wgmma_done(dq);",
+            ptx.PtxError,
+            "wgmma has still to write it|still reading",
+        ),
+    ),
+    "attention's queries: a key whose place is not checked": (
+        *("attention_wgmma_queries_grad_64", "bool seen = key <= row && row < length;", "bool seen = true;"),
+        *(ptx.MemoryFault, "is outside"),
+    ),
     "an edge that is not checked": (
         *("matmul_nt_f32", "bool wanted = y < rows && x < columns;", "bool wanted = x < columns;"),
         *(ptx.MemoryFault, "is outside matmul_nt_f32_param_[12]"),
@@ -104,8 +143,9 @@ def test_a_planted_fault_is_found(name: str) -> None:
     entry, before, after, error, message = MUTATIONS[name]
     kernel = BY_NAME[entry]
     # One kernel of the source is enough.
-    pattern = rf"^(PRODUCT(8|_TMA)?|QUANTISE|UPDATE)\((?!{entry},).*$"
+    pattern = rf"^((PRODUCT(8|_TMA)?|QUANTISE|UPDATE)\((?!{entry},).*|ATTENTION(_GRAD)?\(.*128\))$"
     text = re.sub(pattern, "", read_source(kernel.source), flags=re.MULTILINE)
+    text = re.sub(r"^PRODUCTS\(\w+\)$", f"PRODUCT({entry}, float, false, true)", text, flags=re.MULTILINE)
     assert text.count(before) == 1, "the kernel has changed: plant the fault where it belongs now"
     mutant = compiled(text.replace(before, after), entry, kernel.architectures[-1])
     blocks, given = 1 + entry.startswith("attention"), _arguments(entry)
@@ -122,6 +162,10 @@ def _arguments(entry: str) -> list[Any]:
         return [q, turned, most, x, ptx.Buffer(fixed([1.0])), 64, 64]
     if entry.startswith("attention"):
         qkv, bias = fixed(random.standard_normal((200, 192)), "bf16"), fixed(np.zeros((1, 200)))
+        if "grad" in entry:
+            dy, log, along = fixed(np.ones((200, 64)), "bf16"), fixed(np.ones(200)), fixed(np.ones(200))
+            given = [ptx.Buffer(one) for one in (dy, log, along, qkv, bias)]
+            return [ptx.Buffer(empty((200, 192), "bf16")), *given, 200, 1, 1, 200]
         results = [ptx.Buffer(empty(shape, kind)) for shape, kind in (((200, 64), "bf16"), ((1, 200), "f32"))]
         return [*results, ptx.Buffer(qkv), ptx.Buffer(bias), 200, 1, 1, 200]
     m, n, k = 40, 32, 640 if entry.startswith("fp8") else 320

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -26,11 +27,20 @@ EXAMPLES: Final = (
 )
 DESCRIPTION: Final = """Trace one forward and backward pass of a shard, as the engine computes it, to a graph
 of ops with shapes; list the sequences that one kernel computes, and those that none does, each with the
-reason; and lay out all values in one arena. --device cuda has the kernels of zbmd; --device cpu takes every
-sequence that is found."""
+reason; list which kernels compute products and attention on each GPU, and why; and lay out all values in one
+arena. --device cuda has the kernels of zbmd; --device cpu takes every sequence that is found."""
 LAYERS_MOST: Final = 128
 """Of a graph that is printed."""
 PRECISIONS: Final = {"bf16": "bfloat16", "float32": "float32"}
+
+
+class KernelUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel that computes products or attention of a step, and how often. gpu: its architecture."""
+
+    gpu: str
+    kernel: str
+    times: int
+    reason: str
 
 
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +98,9 @@ def _graph(arguments: argparse.Namespace) -> int:
     )
     fused = fuse(traced.graph, target="cuda" if arguments.device == "cuda" else "numpy")
     plans = plan_memory(traced.graph), plan_memory(fused.graph)
+    kernels = _kernels(fused.graph) if arguments.device == "cuda" else []
     if arguments.json:
-        print(_as_json(traced.graph, fused.graph, fused.decisions, plans))
+        print(_as_json(traced.graph, fused.graph, fused.decisions, kernels, plans))
         return 0
     print(f"{config.family}: {config.layers} layers of {config.width}, {arguments.precision}, ", end="")
     print(f"{arguments.sequences_per_shard} windows of {config.context} tokens")
@@ -97,6 +108,7 @@ def _graph(arguments: argparse.Namespace) -> int:
     for lines in (
         _nodes(fused.graph, units, config.layers),
         _decisions(fused.decisions),
+        *([_kernel_lines(kernels)] if kernels else []),
         _figures(traced.graph, fused.graph, plans),
     ):
         print()
@@ -116,7 +128,11 @@ def _config(arguments: argparse.Namespace) -> GPTConfig:
 
 
 def _as_json(
-    traced: Graph, fused: Graph, decisions: tuple[Decision, ...], plans: tuple[MemoryPlan, MemoryPlan]
+    traced: Graph,
+    fused: Graph,
+    decisions: tuple[Decision, ...],
+    kernels: list[KernelUse],
+    plans: tuple[MemoryPlan, MemoryPlan],
 ) -> str:
     figures = [
         MemoryFigures(arena=one.arena_bytes, live=one.live_bytes, separate=one.separate_bytes)
@@ -128,6 +144,7 @@ def _as_json(
             "graph": fused,
             "traffic": fused.traffic(fused.nodes),
             "decisions": decisions,
+            "kernels": kernels,
             "memory": {"traced": figures[0], "fused": figures[1], "placements": plans[1].placements},
         }
     ).decode()
@@ -165,6 +182,45 @@ def _decisions(decisions: tuple[Decision, ...]) -> Iterator[str]:
     for (is_fused, ops, reason), saved in sorted(alike.items(), key=lambda one: (-one[0][0], -sum(one[1]))):
         total = shown_bytes(sum(saved)) if is_fused else ""
         yield f"{'fused' if is_fused else 'kept':5} {len(saved):5}  {total:>9}  {ops}: {reason}"
+
+
+def _kernels(graph: Graph) -> list[KernelUse]:
+    """Return what computes products and attention, by the rule that the engine launches them by."""
+    from zbmd.training.ops.cuda.table import PORTABLE
+
+    found = Counter(
+        (gpu, *one) for gpu in PORTABLE for node in graph.nodes for one in _used(graph, node, gpu)
+    )
+    return [
+        KernelUse(gpu=gpu, kernel=kernel, times=times, reason=reason)
+        for (gpu, kernel, reason), times in found.items()
+    ]
+
+
+def _used(graph: Graph, node: Node, gpu: str) -> Iterator[tuple[str, str]]:
+    """Yield the kernels of a node, each with the reason, if it is a product or attention."""
+    from zbmd.training.ops.cuda.table import choose_attention, choose_product
+
+    first = node.body[0] if node.body else node
+    if first.op == "matmul":
+        made = graph.values[node.outputs[-1]]
+        choice = choose_product(gpu, made.shape[-1])
+        kind = "bf16" if made.dtype == "bfloat16" else "f32"
+        yield f"{choice.prefix}_{first.attributes['form']}_{kind}", choice.reason
+    elif node.op in ("attention", "attention_grad"):
+        is_forward = node.op == "attention"
+        rows, width = graph.values[node.inputs[0] if is_forward else node.outputs[0]].shape  # qkv's
+        choice = choose_attention(gpu, rows // int(node.attributes["batch"]))
+        depth = width // (3 * int(node.attributes["heads"]))
+        parts = ("",) if is_forward else ("_keys_grad", "_queries_grad")
+        for part in parts:
+            yield f"{choice.prefix}{part}_{depth}", choice.reason
+
+
+def _kernel_lines(kernels: list[KernelUse]) -> Iterator[str]:
+    yield f"{'GPU':7} {'times':>5}  kernel: reason"
+    for one in kernels:
+        yield f"{one.gpu:7} {one.times:5}  {one.kernel}: {one.reason}"
 
 
 def _figures(traced: Graph, fused: Graph, plans: tuple[MemoryPlan, MemoryPlan]) -> Iterator[str]:

@@ -77,8 +77,8 @@ def by_numpy(launch: ModelLaunch) -> None:
         elif whole == "attention_cached":
             _attention_cached(launch)
         elif whole.startswith("attention"):
-            _attention(name, int(kind), launch)
-        elif name.startswith(("matmul_", "wgmma_")):
+            _attention(name.replace("_wgmma", ""), int(kind), launch)
+        elif name.startswith(("matmul_", "wgmma_", "tma_")):
             _multiply(name.split("_")[1], KINDS[kind], launch)
         else:
             _BY_NAME[name](launch, KINDS[kind])
@@ -86,6 +86,7 @@ def by_numpy(launch: ModelLaunch) -> None:
 
 def _view(launch: ModelLaunch, number: int, dtype: Any = np.float32) -> Array:
     value = launch.arguments[number]
+    value = value.data if isinstance(value, TiledValue) else value
     assert isinstance(value, np.ndarray)
     return value.view(dtype)
 

@@ -27,6 +27,21 @@ def test_the_table_has_nodes_decisions_and_memory(capsys: pytest.CaptureFixture[
     assert int(traced.split()[1]) > int(fused.split()[1])
 
 
+def test_the_kernels_of_each_gpu_are_named_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that a modelled job of these shapes launches; see tests/training/model/graph."""
+    text = run(capsys)
+    assert "matmul_nn_bf16: mma.sync: wgmma needs compute capability 9.0" in text
+    assert "tma_nn_bf16: wgmma, with tiles brought by tensor maps" in text
+    assert "attention_64: mma.sync: sequences of at most 64 tokens leave half of a tile" in text
+    kernels = msgspec.json.decode(run(capsys, "--context", "80", "--json"))["kernels"]
+    by_gpu = {gpu: {one["kernel"] for one in kernels if one["gpu"] == gpu} for gpu in ("sm_80", "sm_90a")}
+    assert {"attention_wgmma_64", "attention_wgmma_keys_grad_64", "tma_tn_bf16", "matmul_tn_bf16"} <= by_gpu[
+        "sm_90a"
+    ]
+    assert not [one for one in by_gpu["sm_80"] if "wgmma" in one or "tma" in one.split("_")[0]]
+    assert msgspec.json.decode(run(capsys, "--json", "--device", "cpu"))["kernels"] == []
+
+
 def test_json_has_the_whole_graph(capsys: pytest.CaptureFixture[str]) -> None:
     plan = msgspec.json.decode(run(capsys, "--json", "--device", "cpu", "--precision", "float32"))
     assert plan["traffic"] < plan["traced"]["traffic"]

@@ -14,24 +14,23 @@ import numpy as np
 from zbmd.training.autograd.array_module import bfloat16
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out
 from zbmd.training.ops.cuda.executor import Executor
+from zbmd.training.ops.cuda.operators import product_tiles
+from zbmd.training.ops.cuda.table import HOPPER, HOPPER_ATTENTION, PORTABLE_ATTENTION
 from zbmd.training.ops.fp8 import DelayedScaling, Format, quantised
-from zbmd.transport.cuda.tiles import DeviceTiles, TileLayout
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
 SIZE: Final = 4096
 ROUNDS: Final = 20
 _EPILOGUE: Final = (None, None, None, np.float32(1), np.int32(0))
-_BOX_ROWS: Final = {"n": (128, 64), "t": (64, 256)}
-"""Of the boxes of a, and of b, that `hopper/products_tma.cu` brings, by whether it is transposed."""
 
 
 def kernels(run: Executor, size: int = SIZE, rounds: int = ROUNDS) -> str:
     """Compare each kernel for sm_90a; `size` is a multiple of 256. Raises `UserError` for a difference."""
-    if run.architecture != "sm_90a":
+    if run.architecture != HOPPER:
         raise UserError(f"{run.name} is no GPU of compute capability 9.0, for which these kernels exist")
     found = [_products(run, form, size, rounds) for form in ("nn", "nt", "tn")]
-    return "; ".join([*found, _fp8(run, size, rounds), _attention(run, min(size, 2048), rounds)])
+    return "; ".join([*found, _fp8(run, size, rounds), _attention(run, min(size // 2, 2048), rounds)])
 
 
 def _timed(run: Executor, rounds: int, work: Callable[[], None]) -> float:
@@ -53,8 +52,7 @@ def _products(run: Executor, form: str, size: int, rounds: int) -> str:
     both = [run.zeros((size, size), np.float32) for _ in range(2)]
     grid, name = (size // 256, size // 128), f"{form}_f32"
     run.launch(f"wgmma_{name}", grid, Out(both[0]), a, b, n, n, n, *_EPILOGUE)
-    boxes = _BOX_ROWS[form[0]][0], _BOX_ROWS[form[1]][1]
-    maps: Any = [_tiles(one, rows) for one, rows in zip((a, b), boxes, strict=True)]
+    maps = product_tiles(form, a, b)
 
     def work() -> None:
         run.launch(f"tma_{name}", grid, Out(both[1]), *maps, n, n, n, *_EPILOGUE)
@@ -63,12 +61,6 @@ def _products(run: Executor, form: str, size: int, rounds: int) -> str:
     if both[0].get().tobytes() != both[1].get().tobytes():
         raise UserError(f"tma_{name} and wgmma_{name} differ in bits")
     return f"TMA {form} {2 * size**3 / seconds / 1e12:.0f} TFLOP/s, the bits of cp.async"
-
-
-def _tiles(array: DeviceArray, box_rows: int) -> DeviceTiles:
-    rows, columns = array.shape
-    layout = TileLayout(element="bf16", rows=rows, columns=columns, box_rows=box_rows, box_columns=64)
-    return DeviceTiles(array.address, layout)
 
 
 def _fp8(run: Executor, size: int, rounds: int) -> str:
@@ -109,25 +101,42 @@ def _fp8(run: Executor, size: int, rounds: int) -> str:
 
 
 def _attention(run: Executor, length: int, rounds: int) -> str:
-    """By `wgmma` and by `mma.sync`, within the rounding of bf16."""
-    heads, depth, found = 2, 64, list[Any]()
+    """Forward and backward by `wgmma` and by `mma.sync`, within the rounding of bf16."""
+    heads, depth = 2, 64
     random = np.random.default_rng(0)
-    qkv = run.upload(random.standard_normal((length, 3 * heads * depth)).astype(bfloat16()))
-    bias, numbers = (
-        run.zeros((heads, length), np.float32),
-        [np.int32(one) for one in (length, heads, heads, length)],
+    qkv, dy = (
+        run.upload(random.standard_normal((length, count * heads * depth)).astype(bfloat16()))
+        for count in (3, 1)
     )
-    spans = list[float]()
-    for name, tile in (("attention_64", 64), ("attention_wgmma_64", 128)):
-        y, logs = run.zeros((length, heads * depth), bfloat16()), run.zeros((heads, length), np.float32)
-        grid = (-(-length // tile), heads)
+    bias = run.zeros((heads, length), np.float32)
+    numbers = [np.int32(one) for one in (length, heads, heads, length)]
+    spans, found = list[tuple[float, float]](), list[list[Any]]()
+    for choice in (PORTABLE_ATTENTION, HOPPER_ATTENTION):
+        grid = (-(-length // choice.tile[0]), heads)
+        y, dqkv = dy.room(bfloat16()), qkv.room(bfloat16())
+        logs, delta = (run.zeros((heads, length), np.float32) for _ in range(2))
 
-        def work(name: str = name, grid: Any = grid, y: Any = y, logs: Any = logs) -> None:
-            run.launch(name, grid, Out(y), Out(logs), qkv, bias, *numbers)
+        arguments: Any = (Out(dqkv), dy, logs, delta, qkv, bias, *numbers)
 
-        spans.append(_timed(run, rounds, work))
-        found.append(y.get().astype(np.float32))
-    error = float(np.abs(found[0] - found[1]).max())
-    if not error < 0.03:
-        raise UserError(f"attention by wgmma and by mma.sync differ by {error:.1e}")
-    return f"attention by wgmma in {spans[1] / spans[0]:.2f} of the time of mma.sync, within {error:.1e}"
+        def forward(name: str = choice.prefix, grid: Any = grid, y: Any = y, logs: Any = logs) -> None:
+            run.launch(f"{name}_{depth}", grid, Out(y), Out(logs), qkv, bias, *numbers)
+
+        def backward(name: str = choice.prefix, grid: Any = grid, arguments: Any = arguments) -> None:
+            for part in ("keys", "queries"):
+                run.launch(f"{name}_{part}_grad_{depth}", grid, *arguments)
+
+        ahead = _timed(run, rounds, forward)
+        rows = [np.int32(one) for one in (length, heads, length)]
+        run.launch(f"attention_delta_{depth}", -(-length * heads // 4), Out(delta), dy, y, *rows)
+        spans.append((ahead, _timed(run, rounds, backward)))
+        found.append([one.get().astype(np.float32) for one in (y, dqkv)])
+    errors = [
+        float(np.linalg.norm(one - other) / np.linalg.norm(one)) for one, other in zip(*found, strict=True)
+    ]
+    if not max(errors) < 8e-3:
+        raise UserError(f"attention by wgmma and by mma.sync differ by {max(errors):.1e} of their norm")
+    ratios = [hopper / portable for portable, hopper in zip(*spans, strict=True)]
+    return (
+        f"attention by wgmma in {ratios[0]:.2f} of the time of mma.sync, its gradient in {ratios[1]:.2f}, "
+        f"within {max(errors):.1e}"
+    )

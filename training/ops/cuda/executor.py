@@ -27,9 +27,11 @@ from zbmd.transport.cuda.api import (
     CudaFault,
     DeviceBytes,
     DeviceLost,
+    KernelArgument,
     ModuleImage,
     OutOfDeviceMemory,
 )
+from zbmd.transport.cuda.tiles import DeviceTiles
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.memory.memfd import in_words
 from zbmd.transport.native._native import address_of
@@ -46,7 +48,7 @@ STEPS_COUNTED: Final = 4
 BLOCKS_MAX: Final = 4096
 """Of kernels that go over elements in strides of their grid."""
 
-Argument = DeviceArray | Out | np.number[Any] | None
+Argument = DeviceArray | DeviceTiles | Out | np.number[Any] | None
 CompileSource = Callable[[str, str], ModuleImage]
 
 
@@ -180,8 +182,6 @@ class Executor:
         self.api: Final = api
         self.name: Final = facts.name
         self.architecture: Final = architecture_of(facts.compute_capability, facts.name)
-        self.products: Final = "wgmma" if self.architecture == "sm_90a" else "matmul"
-        """The kernels that multiply matrices."""
         self.sharing: Final = sharing
         self.stream: Final = api.stream_create()
         self.timer: Final = Timer(api, self.stream)
@@ -445,7 +445,7 @@ def version_in_words(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _given(argument: Argument) -> DeviceBytes | np.number[Any] | None:
+def _given(argument: Argument) -> KernelArgument:
     if isinstance(argument, Out):
         return DeviceBytes(argument.array.address, argument.array.nbytes, written=True)
     if isinstance(argument, DeviceArray):

@@ -19,21 +19,22 @@ from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.ops import EPSILON
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out
 from zbmd.training.ops.cuda.executor import Argument, Executor
-from zbmd.training.ops.cuda.table import BY_NAME
+from zbmd.training.ops.cuda.table import BY_NAME, choose_attention, choose_product
+from zbmd.transport.cuda.tiles import DeviceTiles, TileLayout
 from zbmd.transport.errors import LocalProtocolError
 
 DEPTH_MOST: Final = 256
 """Features of a head, at most, in attention over a cache."""
 DEPTHS: Final = (64, 128)
 """Features of a head that attention has kernels for."""
-ATTENTION_TILE: Final = 64
 RUN_ROWS: Final = 64
 """Rows that one block adds up in the gradients of gains and biases."""
 ACTIVATIONS: Final = ("", "gelu", "squared_relu", "gelu_grad", "squared_relu_grad")
 """Of products, by the number that their kernels have for each; a gradient reads what the activation was
 given as `residual`."""
-_TILES: Final = {"matmul": (128, 128), "wgmma": (128, 256)}
-"""Rows and columns of a block's tile."""
+_BOX_COLUMNS: Final = 64
+_BOX_ROWS: Final = {"n": (128, 64), "t": (64, 256)}
+"""Of the boxes of a, and of b, that `hopper/products_tma.cu` brings, by whether it is transposed."""
 
 i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
 
@@ -290,13 +291,14 @@ class CudaOperators:
         form: of a and b, whether each is transposed in memory (t) or not (n). before: gets the values that
         the activation is given.
         """
-        by = self.executor.products
         (m, n), k = c.shape, a.shape[0 if form[0] == "t" else 1]
-        rows, columns = _TILES[by]
+        by = choose_product(self.executor.architecture, n)
+        rows, columns = by.tile
         self.executor.launch(
-            f"{by}_{form}_{c.kind}",
+            f"{by.prefix}_{form}_{c.kind}",
             (-(-n // columns), -(-m // rows)),
-            *(Out(c), a, b, i32(m), i32(n), i32(k), bias, residual, None if before is None else Out(before)),
+            *(Out(c), *(product_tiles(form, a, b) if by.is_tiled else (a, b)), i32(m), i32(n), i32(k)),
+            *(bias, residual, None if before is None else Out(before)),
             *(f32(1.0), i32(ACTIVATIONS.index(activation))),
         )
 
@@ -525,8 +527,9 @@ class CudaOperators:
 
     def attend(self, y: DeviceArray, logs: DeviceArray, qkv: DeviceArray, bias: DeviceArray) -> None:
         """Write attention to `y`, and the log-sums of its rows to `logs`, (batch, heads, T)."""
-        depth, grid, sizes = _attention_sizes(logs, qkv, bias)
-        self.executor.launch(f"attention_{depth}", grid, Out(y), Out(logs), qkv, bias, *sizes)
+        by = choose_attention(self.executor.architecture, logs.shape[2])
+        depth, grid, sizes = _attention_sizes(by.tile[0], logs, qkv, bias)
+        self.executor.launch(f"{by.prefix}_{depth}", grid, Out(y), Out(logs), qkv, bias, *sizes)
 
     def attention_slope(
         self,
@@ -539,20 +542,40 @@ class CudaOperators:
     ) -> None:
         """Write the gradient of `qkv`, given what `attend` was given and wrote."""
         run, delta, rows = self.executor, logs.room(np.float32), len(qkv)
-        depth, grid, sizes = _attention_sizes(logs, qkv, bias)
+        by = choose_attention(run.architecture, logs.shape[2])
+        depth, grid, sizes = _attention_sizes(by.tile[0], logs, qkv, bias)
         heads, warps = logs.shape[1], BY_NAME[f"attention_delta_{depth}"].block // 32
         numbers = (i32(logs.shape[2]), i32(heads), i32(rows))
         run.launch(f"attention_delta_{depth}", -(-rows * heads // warps), Out(delta), dy, y, *numbers)
         given: tuple[Argument, ...] = (dy, logs, delta, qkv, bias, *sizes)
         for name in ("keys", "queries"):
-            run.launch(f"attention_{name}_grad_{depth}", grid, Out(dqkv), *given)
+            run.launch(f"{by.prefix}_{name}_grad_{depth}", grid, Out(dqkv), *given)
+
+
+def product_tiles(form: str, a: DeviceArray, b: DeviceArray) -> tuple[DeviceTiles, DeviceTiles]:
+    """Return the tensor maps by which `hopper/products_tma.cu` reads the operands of a product."""
+    boxes = _BOX_ROWS[form[0]][0], _BOX_ROWS[form[1]][1]
+    left, right = (
+        DeviceTiles(
+            one.address,
+            TileLayout(
+                element="bf16",
+                rows=one.shape[0],
+                columns=one.shape[1],
+                box_rows=box_rows,
+                box_columns=_BOX_COLUMNS,
+            ),
+        )
+        for one, box_rows in zip((a, b), boxes, strict=True)
+    )
+    return left, right
 
 
 def _attention_sizes(
-    logs: DeviceArray, qkv: DeviceArray, bias: DeviceArray
+    tile: int, logs: DeviceArray, qkv: DeviceArray, bias: DeviceArray
 ) -> tuple[int, tuple[int, int], tuple[np.int32, ...]]:
     """Return the features of a head, the grid, and the numbers that the kernels are given."""
     batch, heads, length = logs.shape
-    tiles = -(-length // ATTENTION_TILE)
+    tiles = -(-length // tile)
     sizes = (i32(length), i32(heads), i32(heads), i32(bias.shape[1]))
     return qkv.shape[1] // (3 * heads), (tiles, batch * heads), sizes

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.devices.cuda_model import ModelHost
-from support.devices.cuda_model_launches import ModelLaunch, RunKernel
+from support.devices.cuda_model_launches import KernelValue, ModelLaunch, RunKernel, TiledValue
 from support.devices.kernel_numbers import by_interpreter, by_numpy, nothing_compiled
 from support.devices.ptx_programs import compiler
 
@@ -40,6 +40,7 @@ Array = npt.NDArray[Any]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 OURS = GPTConfig(context=16, width=64, heads=1, layers=1)
 GPT2 = replace(OURS, family="gpt2", activation="gelu", dropout=0.1)
+LONG = replace(OURS, context=80)
 NOISE = Noise(3, 1, np.array([5, 9]))
 
 
@@ -55,20 +56,20 @@ def _weights(model: GPT) -> Array:
     return params.astype(BF16)
 
 
-def _tokens() -> Array:
-    return np.random.default_rng(1).integers(0, 256, (2, 17))
+def _tokens(context: int = 16) -> Array:
+    return np.random.default_rng(1).integers(0, 256, (2, context + 1))
 
 
 def _gradient(model: GPT, run: Executor | None, params: Array) -> tuple[float, Array]:
     """Return loss and gradient, on the device of `run` or the CPU."""
     if run is None:
         grads = np.zeros_like(params)
-        loss = model.loss_and_grads(params, grads, _tokens(), global_batch=2, noise=NOISE)
+        loss = model.loss_and_grads(params, grads, _tokens(model.config.context), global_batch=2, noise=NOISE)
         return loss, grads
     room: Any = run.empty(params.size, params.dtype)
     model.layout.clear_padding(room)
     given: Any = run.upload(params)
-    loss = model.loss_and_grads(given, room, _tokens(), global_batch=2, noise=NOISE)
+    loss = model.loss_and_grads(given, room, _tokens(model.config.context), global_batch=2, noise=NOISE)
     return loss, room.get()
 
 
@@ -154,6 +155,13 @@ class _Watched(Executor):
         super().launch(name, grid, *arguments)
 
 
+def _kept(value: KernelValue) -> KernelValue:
+    """Return an argument of a launch as it is now."""
+    if isinstance(value, TiledValue):
+        return replace(value, data=value.data.copy())
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 def _launches_of_steps() -> Iterator[tuple[ModelLaunch, list[Any], list[Any]]]:
     """Yield one launch of each kernel that steps need, with its arguments after it, and their dtypes."""
     found: dict[str, tuple[ModelLaunch, list[Any], list[Any]]] = {}
@@ -161,15 +169,15 @@ def _launches_of_steps() -> Iterator[tuple[ModelLaunch, list[Any], list[Any]]]:
 
     def note(launch: ModelLaunch) -> None:
         dtypes, name = run.noted[next(count)], launch.kernel.name
-        before = {id(one): one.copy() for one in launch.arguments if isinstance(one, np.ndarray)}
+        before = {id(one): _kept(one) for one in launch.arguments}
         by_numpy(launch)
         if name not in found:
             after = [one.copy() if isinstance(one, np.ndarray) else one for one in launch.arguments]
-            given = [before.get(id(one), one) for one in launch.arguments]
+            given = [before[id(one)] for one in launch.arguments]
             found[name] = replace(launch, arguments=given), after, dtypes
 
     run = _Watched(ModelHost(devices=1, run_kernel=note))
-    for config in (OURS, GPT2):
+    for config in (OURS, GPT2, LONG):
         model = GPT(config, xp=DeviceModule(run))
         _, grads = _gradient(model, run, _weights(model))
         arrays = [run.zeros(model.layout.size, np.float32) for _ in range(3)]
@@ -200,8 +208,9 @@ def test_each_launch_of_a_step_is_what_its_code_computes() -> None:
             if writes:
                 assert isinstance(given, np.ndarray)
                 _close(given.view(dtype), wanted.view(dtype), name)
-    assert {"wgmma_nn_bf16", "wgmma_tn_f32", "attention_keys_grad_64", "dropout_bf16", "adamw_bf16"} <= names
-    assert len(names) >= 25
+    assert {"tma_nn_bf16", "tma_tn_f32", "matmul_nt_bf16", "dropout_bf16", "adamw_bf16"} <= names
+    assert {"attention_keys_grad_64", "attention_wgmma_64", "attention_wgmma_keys_grad_64"} <= names
+    assert len(names) >= 30
 
 
 def _close(found: Array, expected: Array, name: str) -> None:

@@ -16,7 +16,8 @@ from zbmd.transport.errors import LocalProtocolError, UserError
 def test_the_kernels_for_sm_90a_pass_their_check() -> None:
     host = ModelHost(devices=1, run_kernel=by_interpreter, seed=0)
     told = kernels(Executor(host.process(), compile=compiled_here), size=256, rounds=1)
-    assert "TMA tn" in told and "the bits of cp.async" in told and "FP8" in told and "attention" in told
+    assert "TMA tn" in told and "the bits of cp.async" in told and "FP8" in told
+    assert "attention" in told and "its gradient" in told
 
 
 def test_the_check_fails_for_a_kernel_that_computes_nothing() -> None:

@@ -299,8 +299,11 @@ def _convert_address(run: Run, i: Instruction) -> None:
 _INTEGERS: Final = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 
 
-@instruction("cvt", modifiers=" ".join(["rn rz sat satfinite relu", *_ROUNDED, *_FP8]))
+@instruction("cvt", modifiers=" ".join(["rn rz rna tf32 sat satfinite relu", *_ROUNDED, *_FP8]))
 def _convert(run: Run, i: Instruction) -> None:
+    if "tf32" in i.modifiers:
+        _convert_to_tf32(run, i)
+        return
     types = [one for one in i.modifiers if one in WIDTHS or one in _FP8]
     modes = [one for one in i.modifiers if one not in types]
     if len(types) != 2 or {"sat", "relu"} & set(modes):
@@ -327,6 +330,19 @@ def _convert(run: Run, i: Instruction) -> None:
     else:
         raise unsupported(i)
     run.put(i.operands[0], np.broadcast_to(result, run.threads.shape))
+
+
+def _convert_to_tf32(run: Run, i: Instruction) -> None:
+    if list(i.modifiers) != ["rna", "tf32", "f32"]:
+        raise unsupported(i)
+    run.put(i.operands[0], to_tf32(run.column(i.operands[1], "f32")).view(np.uint32))
+
+
+def to_tf32(values: Values) -> npt.NDArray[np.float32]:
+    """Return float32 values with 10 bits of a fraction: to nearest, and a tie away from zero."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(values), rounded, bits).astype(np.uint32).view(np.float32)
 
 
 def _to_integer(value: Values, into: str, modes: list[str]) -> Values:

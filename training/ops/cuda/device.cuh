@@ -63,6 +63,12 @@ DEVICE Words4 load_shared_16(u32 at) {
     return w;
 }
 
+DEVICE u32 load_shared(u32 at) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+    return word;
+}
+
 // Sums and maxima over a warp: every lane gets the result, by the same additions in the same order.
 DEVICE float warp_sum(float x) {
 #pragma unroll
@@ -128,4 +134,16 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The same for float32 whose fractions have 10 bits: a (16, 8), b (8, 8).
+DEVICE void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The bits of a float32, with its fraction rounded to 10 bits, to nearest: tensor cores would cut it.
+DEVICE u32 round_tf32(u32 bits) {
+    u32 rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
+    return rounded;
 }

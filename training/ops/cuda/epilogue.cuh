@@ -2,13 +2,14 @@
 #pragma once
 #include "device.cuh"
 
-struct Epilogue {
-    const float *bias;      // (n,), or 0
-    const bf16 *residual;   // (m, n), or 0; with a gradient, what the activation was given
-    bf16 *before;           // (m, n), or 0: gets the value before the activation
+template <typename E> struct EpilogueOf {
+    const float *bias;  // (n,), or 0
+    const E *residual;  // (m, n), or 0; with a gradient, what the activation was given
+    E *before;          // (m, n), or 0: gets the value before the activation
     float scale;
-    int activation;         // 0: none, 1: GELU, 2: squared ReLU, 3 and 4: their gradients
+    int activation;     // 0: none, 1: GELU, 2: squared ReLU, 3 and 4: their gradients
 };
+using Epilogue = EpilogueOf<bf16>;
 
 DEVICE float activate(float x, int kind) {
     if (kind == 1) return x / (fast_exp(-x * 1.59576912160573081145f * (x * x * 0.044715f + 1.0f)) + 1.0f);
@@ -20,6 +21,16 @@ DEVICE float combine(float x, float other, int kind) {
     if (kind == 3) return x * gelu_slope(other);
     if (kind == 4) return x * (positive(other) * 2.0f);
     return x + other;
+}
+
+DEVICE void load4(float (&v)[4], const float *from) {
+    Words4 words = *(const Words4 *)from;
+    v[0] = __uint_as_float(words.x), v[1] = __uint_as_float(words.y), v[2] = __uint_as_float(words.z), v[3] = __uint_as_float(words.w);
+}
+DEVICE void load4(float (&v)[4], const bf16 *from) {
+    Words2 words = *(const Words2 *)from;
+    v[0] = to_float((bf16)words.x), v[1] = to_float((bf16)(words.x >> 16));
+    v[2] = to_float((bf16)words.y), v[3] = to_float((bf16)(words.y >> 16));
 }
 
 DEVICE void store4(float *to, const float (&v)[4]) {
@@ -35,8 +46,8 @@ template <int COLUMNS> DEVICE float *staged_pair(float *staged, int row, int col
 
 // Writes a tile of ROWS x COLUMNS whose sums are staged in shared memory: whole rows by each warp, in pieces of 4
 // columns. y = activation(scale * sum + bias) + residual, or (scale * sum + bias) times the activation's slope there.
-template <typename T, int ROWS, int COLUMNS>
-DEVICE void write_tile(T *c, float *staged, int row0, int column0, int m, int n, const Epilogue &end) {
+template <typename T, int ROWS, int COLUMNS, typename E>
+DEVICE void write_tile(T *c, float *staged, int row0, int column0, int m, int n, const EpilogueOf<E> &end) {
 #pragma unroll
     for (int inside = threadIdx.x % WARP * 4; inside < COLUMNS; inside += WARP * 4) {
         int column = column0 + inside;
@@ -55,9 +66,8 @@ DEVICE void write_tile(T *c, float *staged, int row0, int column0, int m, int n,
 #pragma unroll
             for (int k = 0; k < 4; k++) v[k] = activate(v[k], end.activation);
             if (end.residual) {
-                Words2 rest = *(const Words2 *)(end.residual + at);
-                float other[4] = {to_float((bf16)rest.x), to_float((bf16)(rest.x >> 16)), to_float((bf16)rest.y),
-                                  to_float((bf16)(rest.y >> 16))};
+                float other[4];
+                load4(other, end.residual + at);
 #pragma unroll
                 for (int k = 0; k < 4; k++) v[k] = combine(v[k], other[k], end.activation);
             }
@@ -67,12 +77,13 @@ DEVICE void write_tile(T *c, float *staged, int row0, int column0, int m, int n,
 }
 
 // The entries of a source of products, by its `multiply<TA, TB, T>`.
-#define PRODUCT(name, T, TA, TB)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(256) name(T *c, const bf16 *a, const bf16 *b, int m, int n, int k, \
-                                                           const float *bias, const bf16 *residual, bf16 *before,  \
-                                                           float scale, int activation) {                          \
-        multiply<TA, TB, T>(c, a, b, m, n, k, {bias, residual, before, scale, activation});                        \
+#define PRODUCT_OF(E, name, T, TA, TB)                                                                              \
+    extern "C" __global__ void __launch_bounds__(256) name(T *c, const E *a, const E *b, int m, int n, int k,       \
+                                                           const float *bias, const E *residual, E *before,         \
+                                                           float scale, int activation) {                           \
+        multiply<TA, TB, T>(c, a, b, m, n, k, {bias, residual, before, scale, activation});                         \
     }
+#define PRODUCT(name, T, TA, TB) PRODUCT_OF(bf16, name, T, TA, TB)
 
 #define PRODUCTS(prefix)                                 \
     PRODUCT(prefix##_nn_bf16, bf16, false, false)        \

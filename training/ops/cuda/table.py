@@ -144,6 +144,10 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
         for kind in ("f32", "bf16")
     ),
     *(
+        KernelEntry(name=f"tf32_{form}_f32", source="matmul.cu", block=256, registers=most, dynamic=64 * 1024)
+        for form, most in (("nn", 128), ("nt", 128), ("tn", 152))
+    ),
+    *(
         KernelEntry(
             name=f"wgmma_{form}_{kind}",
             source="hopper/products.cu",

@@ -26,6 +26,10 @@ MUTATIONS = {
         *("matmul_nt_f32", "load(step + STAGES - 1);", "load(step + STAGES);"),
         *(ptx.RaceFound, "no order|still writing"),
     ),
+    "TF32: no barrier between stages": (
+        *("tf32_nt_f32", "__syncthreads();  // tile `step`", "// tile `step`"),
+        *(ptx.RaceFound, "still writing|no order"),
+    ),
     "no fence before wgmma": ("wgmma_nt_f32", "fence_for_wgmma();", "", ptx.RaceFound, "fence.proxy.async"),
     "sums that are read before the wait": (
         *("wgmma_nt_f32", "wgmma_wait<0>();", "wgmma_wait<1>();"),
@@ -143,9 +147,11 @@ def test_a_planted_fault_is_found(name: str) -> None:
     entry, before, after, error, message = MUTATIONS[name]
     kernel = BY_NAME[entry]
     # One kernel of the source is enough.
-    pattern = rf"^((PRODUCT(8|_TMA)?|QUANTISE|UPDATE)\((?!{entry},).*|ATTENTION(_GRAD)?\(.*128\))$"
+    pattern = rf"^((PRODUCT(8|_TMA|_OF)?|QUANTISE|UPDATE)\((?!{entry},).*|ATTENTION(_GRAD)?\(.*128\))$"
     text = re.sub(pattern, "", read_source(kernel.source), flags=re.MULTILINE)
-    text = re.sub(r"^PRODUCTS\(\w+\)$", f"PRODUCT({entry}, float, false, true)", text, flags=re.MULTILINE)
+    operand = "float" if entry.startswith("tf32") else "bf16"
+    wanted = f"PRODUCT_OF({operand}, {entry}, float, false, true)"
+    text = re.sub(r"^PRODUCTS\(\w+\)$", wanted, text, flags=re.MULTILINE)
     assert text.count(before) == 1, "the kernel has changed: plant the fault where it belongs now"
     mutant = compiled(text.replace(before, after), entry, kernel.architectures[-1])
     blocks, given = 1 + entry.startswith("attention"), _arguments(entry)
@@ -174,7 +180,8 @@ def _arguments(entry: str) -> list[Any]:
         a, b = (ptx.Buffer(fixed(random.integers(0, 100, shape), "u1")) for shape in shapes)
         scales = [ptx.Buffer(fixed([1.0])) for _ in "ab"]
         return [result, a, b, m, n, k, *scales, 0, 0, 0, 0]
-    left, right = (fixed(random.standard_normal(shape), "bf16") for shape in shapes)
+    operand = "f32" if entry.startswith("tf32") else "bf16"
+    left, right = (fixed(random.standard_normal(shape), operand) for shape in shapes)
     is_tiled = entry.startswith("tma")
     a = tiled(left, 128, 64) if is_tiled else ptx.Buffer(left)
     b = tiled(right, 256, 64) if is_tiled else ptx.Buffer(right)

@@ -34,16 +34,6 @@ template <bool E5M2> DEVICE u32 pack_fp8(float low, float high) {
 // An infinity becomes NaN: as the largest number it would be hidden.
 DEVICE float scaled(float x, float scale) { return fabsf(x) == __uint_as_float(0x7f800000u) ? __uint_as_float(0x7fffffffu) : x * scale; }
 
-DEVICE void load4(float (&v)[4], const float *from) {
-    Words4 words = *(const Words4 *)from;
-    v[0] = __uint_as_float(words.x), v[1] = __uint_as_float(words.y), v[2] = __uint_as_float(words.z), v[3] = __uint_as_float(words.w);
-}
-DEVICE void load4(float (&v)[4], const bf16 *from) {
-    Words2 words = *(const Words2 *)from;
-    v[0] = to_float((bf16)words.x), v[1] = to_float((bf16)(words.x >> 16));
-    v[2] = to_float((bf16)words.y), v[3] = to_float((bf16)(words.y >> 16));
-}
-
 // Block (i, j): columns 64 i to 64 i + 63 and rows 64 j to 64 j + 63 of x (rows, columns), scaled and rounded, to q (rows,
 // columns) and transposed (columns, rows), which may be 0; most[block] = the largest |x|. Each thread has 4 x 4 elements.
 template <bool E5M2, typename T>

@@ -1,8 +1,9 @@
-"""Numbers of 8 bits: how values are rounded to them, and delayed scaling, which chooses each tensor's scale.
+"""Numbers of 8 bits: how values are rounded to them, and the scales of tensors, or of blocks of them.
 
-The machine needs no device; `ops/cuda/hopper/fp8.cu` computes the same bits on one. Formats: P. Micikevicius
-and others, "FP8 formats for deep learning", 2022. Delayed scaling follows NVIDIA's Transformer Engine, except
-that a scale is a power of two, so that multiplying by it is exact.
+Delayed scaling chooses each tensor's scale from the steps before; a block's is that of its own values, as in
+DeepSeek-V3's training (arXiv:2412.19437, section 3.3.2). `ops/cuda/hopper/fp8.cu` computes the same bits on a
+device. Formats: P. Micikevicius and others, "FP8 formats for deep learning", 2022. Delayed scaling follows
+NVIDIA's Transformer Engine, except that a scale is a power of two, so that multiplying by it is exact.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy.typing as npt
 from zbmd.transport.errors import UserError
 
 Array = npt.NDArray[Any]
+BLOCK: Final = 128
+"""Columns of a block that has a scale of its own; its rows are 1, of activations, or 128, of weights."""
 SCALE_EXPONENT_MOST: Final = 60
 """Of either sign: the product of two inverse scales is then a normal float32."""
 _TINY: Final = np.finfo(np.float32).tiny
@@ -68,6 +71,21 @@ def scale_for(most: float, before: float, form: Format, *, margin: int = 0) -> f
     room, top = np.frexp(np.float32(form.largest))
     power = int(top) - int(exponent) - int(fraction > room) - margin
     return float(2.0 ** max(-SCALE_EXPONENT_MOST, min(SCALE_EXPONENT_MOST, power)))
+
+
+def quantised_blocks(values: Array, rows: int) -> tuple[Array, npt.NDArray[np.float32]]:
+    """Return a matrix in E4M3, and the scale of each block of `rows` rows and `BLOCK` columns.
+
+    Each is the largest power of two by which the block stays in the range; 1 if its largest magnitude is
+    zero, subnormal or not finite.
+    """
+    scales = np.ones((-(-values.shape[0] // rows), -(-values.shape[1] // BLOCK)), np.float32)
+    found, wide = np.zeros(values.shape, Format.E4M3.dtype), values.astype(np.float32)
+    for y, x in np.ndindex(*scales.shape):
+        block = slice(y * rows, (y + 1) * rows), slice(x * BLOCK, (x + 1) * BLOCK)
+        scales[y, x] = scale_for(float(np.abs(wide[block]).max()), 1.0, Format.E4M3)
+        found[block] = quantised(wide[block], float(scales[y, x]), Format.E4M3)
+    return found, scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,20 @@ def _fp8() -> list[KernelEntry]:
             dynamic=128 * 1024,
             architectures=hopper,
         )
-        for kinds in ("e4m3_e4m3_bf16", "e5m2_e4m3_bf16", "e4m3_e5m2_f32")
+        for kinds in ("e4m3_e4m3_bf16", "e5m2_e4m3_bf16", "e4m3_e5m2_f32", "blocks_bf16")
+    ]
+    found += [
+        KernelEntry(
+            name=f"fp8_{blocks}_{kind}",
+            source=source,
+            block=256,
+            registers=32,
+            shared=shared,
+            dynamic=128 * 129 * 4,
+            architectures=hopper,
+        )
+        for blocks, shared in (("rows", 0), ("tiles", 1024), ("tiles_turned", 1024))
+        for kind in ("f32", "bf16")
     ]
     return found
 

@@ -10,7 +10,7 @@ import pytest
 from support.devices.kernel_runs import empty, fixed, run, same, wide
 
 from zbmd.tools.lab.ptx.tensor_cores import multiply_add
-from zbmd.training.ops.fp8 import DelayedScaling, Format, ScalingConfig, quantised
+from zbmd.training.ops.fp8 import DelayedScaling, Format, ScalingConfig, quantised, quantised_blocks
 
 Array = npt.NDArray[Any]
 NAMES = {Format.E4M3: "e4m3", Format.E5M2: "e5m2"}
@@ -137,3 +137,44 @@ def test_what_is_not_finite_reaches_its_row_and_column_only() -> None:
     run(name, (1, 1), [c], *given, m, n, k, scale_a, scale_b, None, None, None, 0)
     bad = ~np.isfinite(c)
     assert bad[3].all() and bad[:, 7].all() and bad.sum() == m + n - 1
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+@pytest.mark.parametrize(("name", "rows"), [("rows", 1), ("tiles", 128), ("tiles_turned", 128)])
+def test_blocks_are_rounded_with_scales_of_their_own(name: str, rows: int, kind: str) -> None:
+    """Edges in both directions, magnitudes far apart, and a block with what is not finite."""
+    shape = (144, 136)
+    random = np.random.default_rng(0)
+    values = random.standard_normal(shape) * 2.0 ** random.integers(-20, 20, (shape[0], 1))
+    values[3, 5], values[140, 132], values[7] = np.nan, np.inf, 0.0
+    x, is_turned = fixed(values, kind), name == "tiles_turned"
+    expected, scales = quantised_blocks(x.T if is_turned else x, rows)
+    q, found = empty(expected.shape, "u1"), empty(scales.shape)
+    grid = (-(-expected.shape[1] // DEPTH), -(-expected.shape[0] // DEPTH))
+    taken = run(f"fp8_{name}_{kind}", grid, [q, found], x, *shape)
+    np.testing.assert_array_equal(found, scales)
+    same(q.view(expected.dtype), expected)
+    assert taken.counters.ratio(taken.counters.shared) == 1.0
+
+
+def test_a_product_of_blocks_has_the_bits_of_its_instructions() -> None:
+    """Two tiles of weights, an edge in each direction, and more steps than stages."""
+    m, n, k = 40, 144, 4 * DEPTH + 48
+    random = np.random.default_rng(2)
+    wide_a = random.standard_normal((m, k)) * 2.0 ** random.integers(-9, 9, (m, 1))
+    wide_b = (
+        random.standard_normal((n, k)) * np.repeat(2.0 ** random.integers(-9, 9, -(-k // DEPTH)), DEPTH)[:k]
+    )
+    (a, by_row), (b, by_tile) = quantised_blocks(wide_a, 1), quantised_blocks(wide_b, DEPTH)
+    c, bias = empty((m, n), "bf16"), fixed(random.standard_normal(n))
+    given = (fixed(a.view("u1"), "u1"), fixed(b.view("u1"), "u1"), m, n, k, fixed(by_row), fixed(by_tile))
+    run("fp8_blocks_bf16", (2, 1), [c], *given, bias, None, None, 0)
+    sums = np.zeros((m, n), np.float32)
+    for step in range(by_row.shape[1]):
+        part = slice(step * DEPTH, (step + 1) * DEPTH)
+        factors = by_row[:, step, None] * np.repeat(by_tile[:, step], DEPTH)[None, :n]
+        sums += _in_steps(a[:, part], b[:, part], ("e4m3", "e4m3")) / factors
+    np.testing.assert_array_equal(wide(c), wide((sums + bias).astype(c.dtype)))
+    exact = wide_a @ wide_b.T + bias
+    errors = np.linalg.norm(wide(c) - exact, axis=1) / np.linalg.norm(exact, axis=1)
+    assert errors.max() < 0.06

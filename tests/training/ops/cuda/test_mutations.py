@@ -58,6 +58,10 @@ MUTATIONS = {
         *("fp8_quantise_e4m3_f32", "__syncthreads();  // the transposed", "// the transposed"),
         *(ptx.RaceFound, "no order"),
     ),
+    "FP8: no barrier before a tile of blocks is read": (
+        *("fp8_tiles_turned_f32", "__syncthreads();  // the tile is there", ""),
+        *(ptx.RaceFound, "no order"),
+    ),
     "TMA: a tile that is not waited for": (
         *("tma_nt_f32", "barrier_wait(full + stage * 8, step / STAGES & 1);", ""),
         *(ptx.RaceFound, "earlier write by a bulk copy have no order"),
@@ -147,7 +151,9 @@ def test_a_planted_fault_is_found(name: str) -> None:
     entry, before, after, error, message = MUTATIONS[name]
     kernel = BY_NAME[entry]
     # One kernel of the source is enough.
-    pattern = rf"^((PRODUCT(8|_TMA|_OF)?|QUANTISE|UPDATE)\((?!{entry},).*|ATTENTION(_GRAD)?\(.*128\))$"
+    pattern = (
+        rf"^((PRODUCT(8|_TMA|_OF)?|QUANTISE(_BLOCKS)?|UPDATE)\((?!{entry},).*|ATTENTION(_GRAD)?\(.*128\))$"
+    )
     text = re.sub(pattern, "", read_source(kernel.source), flags=re.MULTILINE)
     operand = "float" if entry.startswith("tf32") else "bf16"
     wanted = f"PRODUCT_OF({operand}, {entry}, float, false, true)"
@@ -166,6 +172,9 @@ def _arguments(entry: str) -> list[Any]:
         q, x = (ptx.Buffer(empty((64, 64), one), initialised=one == "f32") for one in ("u1", "f32"))
         turned, most = ptx.Buffer(empty((64, 64), "u1")), ptx.Buffer(empty(1))
         return [q, turned, most, x, ptx.Buffer(fixed([1.0])), 64, 64]
+    if entry.startswith("fp8_tiles"):
+        q, scales = ptx.Buffer(empty((64, 64), "u1"), initialised=False), ptx.Buffer(empty(1))
+        return [q, scales, ptx.Buffer(fixed(random.standard_normal((64, 64)))), 64, 64]
     if entry.startswith("attention"):
         qkv, bias = fixed(random.standard_normal((200, 192)), "bf16"), fixed(np.zeros((1, 200)))
         if "grad" in entry:

@@ -2,8 +2,8 @@
 //
 // A scale is a power of two by which values are multiplied before they are rounded: only the rounding loses anything. Both
 // operands of a product are K-major, so a tensor is stored in both orientations. Leading dimensions are multiples of 16.
-#include "epilogue.cuh"
-#include "wgmma.cuh"
+// A scale is that of a tensor, or of a block: of 128 elements of a row of activations, or of 128 x 128 weights.
+#include "product_tiles.cuh"
 
 #define TILE 128
 #define DEPTH 128
@@ -74,6 +74,48 @@ DEVICE void quantise(u8 *q, u8 *transposed, float *most, const T *x, const float
     }
 }
 
+// Block (i, j): columns 128 i to 128 i + 127 and rows 128 j to 128 j + 127 of x (rows, columns), or of x transposed if TURNED,
+// rounded to q. Each row of 128 has a scale of its own, or all with TILES, by its largest magnitude; 1 if that says nothing.
+// scales: (rows, blocks), or (blocks, blocks) with TILES.
+template <bool TILES, bool TURNED, typename T> DEVICE void quantise_blocks(u8 *q, float *scales, const T *x, int rows, int columns) {
+    extern __shared__ __align__(16) float values[];  // rows of x, 129 apart, so that lanes use different banks either way
+    __shared__ float partial[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int outer = blockIdx.y * TILE, inner = blockIdx.x * DEPTH, outers = TURNED ? columns : rows, inners = TURNED ? rows : columns;
+    for (int row = warp; row < TILE; row += 8)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int y = (TURNED ? inner : outer) + row, column = lane + i * WARP, at = (TURNED ? outer : inner) + column;
+            values[row * 129 + column] = y < rows && at < columns ? to_float(x[(u64)y * columns + at]) : 0.0f;
+        }
+    __syncthreads();  // the tile is there
+    auto value = [&](int row, int i) { return TURNED ? values[(lane + i * WARP) * 129 + row] : values[row * 129 + lane + i * WARP]; };
+    auto largest = [&](int row) {
+        float top = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; i++) top = larger(fabsf(value(row, i)), top);
+        return top;
+    };
+    float scale = 1.0f;
+    if (TILES) {
+        float top = 0.0f;
+        for (int row = warp; row < TILE; row += 8) top = larger(largest(row), top);
+        scale = scale_for<false>(block_max(top, partial), 1.0f, 0);
+        if (threadIdx.x == 0) scales[blockIdx.y * gridDim.x + blockIdx.x] = scale;
+    }
+    for (int row = warp; row < TILE && outer + row < outers; row += 8) {
+        if (!TILES) {
+            scale = scale_for<false>(warp_max(largest(row)), 1.0f, 0);
+            if (lane == 0) scales[(u64)(outer + row) * gridDim.x + blockIdx.x] = scale;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int at = inner + lane + i * WARP;
+            if (at < inners) q[(u64)(outer + row) * inners + at] = (u8)pack_fp8<false>(scaled(value(row, i), scale), 0.0f);
+        }
+    }
+}
+
 // One warp, for a tensor: enters the largest of `most` (count) into place *step % length of its history, and sets its
 // scale by the largest of the history. state: the scale, then the history. What is not finite enters as 0.
 template <bool E5M2> DEVICE void update_scale(float *state, const float *most, int count, const int *step, int length, int margin) {
@@ -114,9 +156,10 @@ DEVICE void load_tile(u32 tile, const u8 *matrix, int first, int inner, int oute
 }
 
 // c (m, n) = a (m, k) times b (n, k) transposed. The accumulators of FP8 keep 13 bits of a fraction (docs/H100.md), so the
-// products of DEPTH are added up in float32 registers.
-template <bool A5, bool B5, typename T>
-DEVICE void multiply(T *c, const u8 *a, const u8 *b, int m, int n, int k, const Epilogue &end) {
+// products of DEPTH are added up in float32 registers, with BLOCKS divided by their scales: of a row of a in scale_a, and of a
+// tile of b in scale_b.
+template <bool A5, bool B5, bool BLOCKS, typename T>
+DEVICE void multiply(T *c, const u8 *a, const u8 *b, const float *scale_a, const float *scale_b, int m, int n, int k, const Epilogue &end) {
     extern __shared__ __align__(1024) u8 memory[];
     u32 tiles = shared_address(memory);
     int group = threadIdx.x / 128, row0 = blockIdx.y * TILE, column0 = blockIdx.x * TILE;
@@ -142,19 +185,21 @@ DEVICE void multiply(T *c, const u8 *a, const u8 *b, int m, int n, int k, const 
         for (int s = 32; s < DEPTH; s += 32) wgmma_128<A5, B5, 1>(part, describe(ta + s, 16), describe(tb + s, 16));
         wgmma_commit();
         load(step + STAGES - 1);  // where the tile of step - 1 was
+        float factors[2] = {1.0f, 1.0f};
+#pragma unroll
+        for (int half = 0; BLOCKS && half < 2; half++) {
+            int row = row0 + threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4 + half * 8;
+            if (row < m) factors[half] = inverse_of(scale_a[(u64)row * steps + step]) * inverse_of(scale_b[(u64)blockIdx.x * steps + step]);
+        }
         wgmma_wait<0>();
         wgmma_done(part);
 #pragma unroll
-        for (int i = 0; i < 64; i++) sums[i] += part[i];
+        for (int i = 0; i < 64; i++) sums[i] += BLOCKS ? part[i] * factors[i / 2 % 2] : part[i];
     }
     copy_async_wait<0>();
     __syncthreads();
     float *staged = (float *)memory;
-    int lane = threadIdx.x % WARP, row = threadIdx.x / WARP * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 64; i += 2)
-        *(Words2 *)staged_pair<TILE>(staged, row + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2) = {__float_as_uint(sums[i]),
-                                                                                           __float_as_uint(sums[i + 1])};
+    stage_sums(staged, sums);
     __syncthreads();
     write_tile<T, TILE, TILE>(c, staged, row0, column0, m, n, end);
 }
@@ -176,7 +221,11 @@ DEVICE void multiply(T *c, const u8 *a, const u8 *b, int m, int n, int k, const 
                                                            const float *bias, const bf16 *residual, bf16 *before,  \
                                                            int activation) {                                       \
         float scale = inverse_of(*scale_a) * inverse_of(*scale_b);                                                 \
-        multiply<A5, B5, T>(c, a, b, m, n, k, {bias, residual, before, scale, activation});                        \
+        multiply<A5, B5, false, T>(c, a, b, 0, 0, m, n, k, {bias, residual, before, scale, activation});           \
+    }
+#define QUANTISE_BLOCKS(name, TILES, TURNED, T)                                                                    \
+    extern "C" __global__ void __launch_bounds__(256) name(u8 *q, float *scales, const T *x, int rows, int columns) { \
+        quantise_blocks<TILES, TURNED, T>(q, scales, x, rows, columns);                                            \
     }
 
 QUANTISE(fp8_quantise_e4m3_f32, false, float)
@@ -188,3 +237,14 @@ UPDATE(fp8_scale_e5m2, true)
 PRODUCT8(fp8_e4m3_e4m3_bf16, bf16, false, false)
 PRODUCT8(fp8_e5m2_e4m3_bf16, bf16, true, false)
 PRODUCT8(fp8_e4m3_e5m2_f32, float, false, true)
+QUANTISE_BLOCKS(fp8_rows_f32, false, false, float)
+QUANTISE_BLOCKS(fp8_rows_bf16, false, false, bf16)
+QUANTISE_BLOCKS(fp8_tiles_f32, true, false, float)
+QUANTISE_BLOCKS(fp8_tiles_bf16, true, false, bf16)
+QUANTISE_BLOCKS(fp8_tiles_turned_f32, true, true, float)
+QUANTISE_BLOCKS(fp8_tiles_turned_bf16, true, true, bf16)
+extern "C" __global__ void __launch_bounds__(256) fp8_blocks_bf16(bf16 *c, const u8 *a, const u8 *b, int m, int n, int k, const float *scale_a,
+                                                                  const float *scale_b, const float *bias, const bf16 *residual, bf16 *before,
+                                                                  int activation) {
+    multiply<false, false, true, bf16>(c, a, b, scale_a, scale_b, m, n, k, {bias, residual, before, 1.0f, activation});
+}

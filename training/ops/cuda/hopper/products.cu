@@ -1,18 +1,12 @@
 // Matrix products of bf16 by `wgmma` (sm_90a), with float32 sums. Tiles of 128 x 256 x 64, two warpgroups of 64 x 256, 4
 // stages of cp.async. Leading dimensions are multiples of 8 elements; edges are filled with zeros.
-#include "epilogue.cuh"
-#include "wgmma.cuh"
+#include "product_tiles.cuh"
 
 #define ROWS 128
 #define COLUMNS 256
 #define DEPTH 64
 #define STAGES 4
 #define STAGE_BYTES ((ROWS + COLUMNS) * DEPTH * 2)
-
-// d (64, 256) += a b. TA, TB: a is (k, m), b is (n, k).
-template <bool TA, bool TB> DEVICE void wgmma_256(float (&d)[128], u64 a, u64 b) {
-    WGMMA(d, "m64n256k16", "bf16.bf16", 128, "%128, %129, 1, 1, 1, %130, %131;", "l"(a), "l"(b), "n"(TA), "n"(!TB));
-}
 
 // Tiles have the 128-byte swizzle. TRANSPOSED: the outer index is contiguous, in blocks of 64 columns and DEPTH rows.
 template <bool TRANSPOSED> DEVICE u32 place(u32 tile, int row, int chunk) {
@@ -68,11 +62,7 @@ DEVICE void multiply(T *c, const bf16 *a, const bf16 *b, int m, int n, int k, co
     copy_async_wait<0>();
     __syncthreads();
     float *staged = (float *)memory;
-    int lane = threadIdx.x % WARP, row = threadIdx.x / WARP * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 128; i += 2)
-        *(Words2 *)staged_pair<COLUMNS>(staged, row + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2) = {__float_as_uint(sums[i]),
-                                                                                              __float_as_uint(sums[i + 1])};
+    stage_sums(staged, sums);
     __syncthreads();
     write_tile<T, ROWS, COLUMNS>(c, staged, row0, column0, m, n, end);
 }

@@ -1,8 +1,7 @@
 // Matrix products of bf16 by `wgmma` (sm_90a), as in products.cu, with tiles that the tensor memory accelerator brings: a
 // producer warp asks for them, and two warpgroups multiply. Each stage has a barrier that is full when its bytes have come,
 // and one that is empty when all consumers are done with it.
-#include "epilogue.cuh"
-#include "wgmma.cuh"
+#include "product_tiles.cuh"
 
 #define ROWS 128
 #define COLUMNS 256
@@ -10,10 +9,6 @@
 #define STAGES 4
 #define STAGE_BYTES ((ROWS + COLUMNS) * DEPTH * 2)
 #define CONSUMER_WARPS 8
-
-template <bool TA, bool TB> DEVICE void wgmma_256(float (&d)[128], u64 a, u64 b) {
-    WGMMA(d, "m64n256k16", "bf16.bf16", 128, "%128, %129, 1, 1, 1, %130, %131;", "l"(a), "l"(b), "n"(TA), "n"(!TB));
-}
 
 // OUTER rows of a or columns of b, in one box of DEPTH columns, or TRANSPOSED in boxes of 64 columns and DEPTH rows.
 template <int OUTER, bool TRANSPOSED> DEVICE void bring_tile(u32 tile, const TensorMap &map, int outer, int inner, u32 full) {
@@ -69,12 +64,7 @@ DEVICE void multiply(T *c, const TensorMap &a, const TensorMap &b, int m, int n,
     }
     __syncthreads();
     float *staged = (float *)memory;
-    int row = warp * 16 + lane / 4;
-    if (warp < CONSUMER_WARPS)
-#pragma unroll
-        for (int i = 0; i < 128; i += 2)
-            *(Words2 *)staged_pair<COLUMNS>(staged, row + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2) = {
-                __float_as_uint(sums[i]), __float_as_uint(sums[i + 1])};
+    if (warp < CONSUMER_WARPS) stage_sums(staged, sums);
     __syncthreads();
     write_tile<T, ROWS, COLUMNS>(c, staged, row0, column0, m, n, end);
 }

@@ -61,7 +61,7 @@ class Device:
 
     @staticmethod
     def kernel_ns(name: str) -> int:
-        return MS if name.startswith(("matmul", "wgmma")) else 1000
+        return MS if name.startswith(("matmul", "wgmma", "tma")) else 1000
 
     def _run(self, launch: ModelLaunch) -> None:
         self.ran[launch.kernel.name] += 1

@@ -123,7 +123,10 @@ def test_gpus_that_reach_each_other_exchange_directly_also_after_a_death(data: P
     assert code == 0, lines
     reaching = {modelled_gpu.SHARES_VARIABLE: "1", faults.FAULT_VARIABLE: "rank1:zero.updated:2"}
     code, found, lines = _run(
-        _options(tmp_path / "two", data, zero=3, profile_ops=STEPS, **given), 2, restarts=2, environment=reaching
+        _options(tmp_path / "two", data, zero=3, profile_ops=STEPS, **given),
+        2,
+        restarts=2,
+        environment=reaching,
     )
     assert code == 0, lines
     told = [line for line in lines if "between devices: " in line]

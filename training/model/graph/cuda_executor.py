@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from zbmd.training.autograd.array_module import bfloat16
+from zbmd.training.autograd.op_watch import Kernel
 from zbmd.training.model.graph.inputs import BatchInputs, embedded_in
 from zbmd.training.model.graph.ir import (
     ACTIVATIONS,
@@ -30,6 +31,8 @@ from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.operators import CudaOperators, rows_by_token
 from zbmd.transport.errors import UserError
 
+SHAPES_TOLD: Final = 2
+"""Inputs of a node whose shapes a profile has, beside that of its output."""
 NOTHING: Final[Mapping[str, DeviceArray]] = MappingProxyType({})
 
 
@@ -165,6 +168,20 @@ class CudaGraphRun:
             for node in nodes:
                 arrays = (self._held[number] for number in (*node.outputs, *node.inputs))
                 self._by_op[node.op](self, node, *arrays)
+
+    def described(self, node: Node) -> Kernel:
+        """Return what a profile says of a node."""
+        graph = self.graph
+        values = [graph.values[number] for number in (node.outputs[0], *node.inputs[:SHAPES_TOLD])]
+        return Kernel(
+            op=node.ops if node.op == "product" else node.op,
+            which=node.phase,
+            unit=node.unit,
+            shape=", ".join("x".join(map(str, one.shape)) or "scalar" for one in values),
+            dtype=values[0].dtype,
+            nbytes=graph.traffic((node,)),
+            flops=graph.flops(node),
+        )
 
     @staticmethod
     def launches() -> Mapping[str, Callable[..., None]]:

@@ -24,6 +24,9 @@ ACTIVATIONS: Final = ("gelu", "squared_relu")
 EXCHANGES: Final = frozenset(("all_gather", "reduce_scatter", "all_reduce", "join_sums"))
 """Ops that all ranks along `tp` take part in: no captured graph can hold them."""
 
+_ATTENTION: Final = {"attention": (0, 2), "attention_grad": (3, 5)}
+"""The place of the packed queries, keys and values among the inputs, and products of causal pairs."""
+
 Phase = Literal["forward", "recompute", "backward", "weights"]
 """weights: gradients of weights that are computed after those of activations, in a pass of their own."""
 PASSES: Final = {"forward": 0, "recompute": 1, "backward": 1, "weights": 2}
@@ -99,6 +102,22 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes that `nodes` read and write, if each reads its inputs once."""
         return sum(
             self.values[number].nbytes for node in nodes for number in (*set(node.inputs), *node.outputs)
+        )
+
+    def flops(self, node: Node) -> int:
+        """Return the FLOPs of a node's matrix products; of causal attention, of the pairs that it computes.
+
+        Attention computes the scores again in its backward pass.
+        """
+        if node.op in _ATTENTION:
+            place, products = _ATTENTION[node.op]
+            rows, packed = self.values[node.inputs[place]].shape
+            length = rows // int(node.attributes["batch"])
+            return products * rows * (length + 1) * (packed // 3)
+        return sum(
+            2 * self.values[one.outputs[0]].shape[1] * math.prod(self.values[one.inputs[0]].shape)
+            for one in node.body or (node,)
+            if one.op == "matmul"
         )
 
     def uses(self) -> dict[int, list[int]]:

@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.array_module import Array
+from zbmd.training.autograd.op_watch import unwatched
 from zbmd.training.autograd.tape import GradReady
 from zbmd.training.model.gpt import GPT, Batch
 from zbmd.training.model.graph.cuda_executor import NOTHING, CudaGraphRun, CudaProgram, SharedMemory
@@ -220,16 +221,18 @@ class FusedPasses:
         return found
 
     def _traced(self, shape: tuple[int, ...], units: range, splits: bool) -> CudaProgram:
-        traced = trace_units(
-            self.model.config,
-            units,
-            sequences=shape[0],
-            length=shape[1],
-            precision="bfloat16",
-            recompute=self.model.recompute,
-            splits=splits,
-            part=(self.model.part, self.model.shards.parts) if isinstance(self.model, PartOfGPT) else (0, 1),
-        )
+        model = self.model
+        with unwatched():
+            traced = trace_units(
+                model.config,
+                units,
+                sequences=shape[0],
+                length=shape[1],
+                precision="bfloat16",
+                recompute=model.recompute,
+                splits=splits,
+                part=(model.part, model.shards.parts) if isinstance(model, PartOfGPT) else (0, 1),
+            )
         graph = fuse(traced.graph, target="cuda").graph
         return CudaProgram(traced, graph, self.executor, keeps=True)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from zbmd.training.autograd.op_watch import active_watch
 from zbmd.training.autograd.parameter_layout import ParameterSlot
 from zbmd.training.autograd.tape import GradReady
 from zbmd.training.model.graph.cuda_executor import CudaGraphRun
@@ -94,13 +95,22 @@ class SegmentedRun:
         """Compute segments, which follow each other. `bind` names the arrays that `key` tells apart.
 
         The first time that any run of the program computes these, they are launched node by node, which loads
-        kernels and allocates.
+        kernels and allocates; so they are while ops are watched, since no event within a replayed graph says
+        when it was reached. The kernels and their arguments are the same, and so are the bits.
         """
         if not segments:
             return
-        graphs = self._graphs(segments, key, bind)
+        watch, graphs = active_watch(), list[CapturedGraph]()
+        if watch is None:
+            graphs = self._graphs(segments, key, bind)
+        else:
+            bind()
         for number, segment in enumerate(segments):
-            if not graphs:
+            if watch is not None:
+                for node in segment.nodes:
+                    with watch.kernel(self.run.described(node)):
+                        self.run.launch((node,))
+            elif not graphs:
                 self.run.launch(segment.nodes)
             elif segment.nodes:
                 self._executor.replay(graphs[number])

@@ -51,7 +51,7 @@ class FusedPass:
         self._slots = slots_of_units(owner.model, units)
         inputs = BatchInputs(self._executor, [program.graph])
         self._inputs, run = inputs, CudaGraphRun(program, self._executor, inputs, shared)
-        self._played = SegmentedRun(run, self._executor, self._exchange)
+        self._played = SegmentedRun(run, self._executor)
         self._run = run
         self._segments = dict[tuple[int, tuple[tuple[int, int], ...]], Sequence[Segment]]()
         self._own = dict[str, DeviceArray]()
@@ -179,7 +179,7 @@ class FusedPass:
             graph, cut = self._run.graph, [slice(*one) for one in cuts]
             nodes = nodes_of_pass(graph, number)
             self._segments[number, cuts] = segments_of(graph, nodes, self._slots, cut)
-        self._played.play(self._segments[number, cuts], key, bind, on_grad_ready)
+        self._played.play(self._segments[number, cuts], key, bind, on_grad_ready, self._exchange)
 
 
 class FusedPasses:

@@ -77,12 +77,9 @@ def segments_of(
 class SegmentedRun:
     """Plays segments of one run, as captured graphs if its program has run before."""
 
-    def __init__(
-        self, run: CudaGraphRun, executor: Executor, exchange: Callable[[Node], None] | None = None
-    ) -> None:
-        """`exchange` performs a node that ranks take part in; a graph without one needs none."""
+    def __init__(self, run: CudaGraphRun, executor: Executor) -> None:
         self.run: Final = run
-        self._executor, self._exchange = executor, exchange or _refused
+        self._executor = executor
         self._captured = dict[tuple[object, ...], list[CapturedGraph]]()
 
     def play(
@@ -91,12 +88,14 @@ class SegmentedRun:
         key: tuple[object, ...],
         bind: Callable[[], None],
         on_grad_ready: GradReady | None = None,
+        exchange: Callable[[Node], None] | None = None,
     ) -> None:
         """Compute segments, which follow each other. `bind` names the arrays that `key` tells apart.
 
-        The first time that any run of the program computes these, they are launched node by node, which loads
-        kernels and allocates; so they are while ops are watched, since no event within a replayed graph says
-        when it was reached. The kernels and their arguments are the same, and so are the bits.
+        exchange: performs a node that ranks along `tp` take part in. The first time that any run of the
+        program computes these, they are launched node by node, which loads kernels and allocates; so they are
+        while ops are watched, since no event within a replayed graph says when it was reached. The kernels
+        and their arguments are the same, and so are the bits.
         """
         if not segments:
             return
@@ -115,7 +114,7 @@ class SegmentedRun:
             elif segment.nodes:
                 self._executor.replay(graphs[number])
             if segment.exchange is not None:
-                self._exchange(segment.exchange)
+                (exchange or _refused)(segment.exchange)
             if on_grad_ready is not None:
                 for parameter in segment.parameters:
                     on_grad_ready(parameter)

@@ -159,7 +159,7 @@ def test_a_run_that_is_stopped_says_so_and_takes_everything_with_it(
 def test_a_run_is_stopped_while_the_template_still_imports(
     launcher: Launcher, job: tuple[str, ...]
 ) -> None:  # fmt: skip
-    with launcher.start(*job, PYTHONPATH=str(PROGRAMS / "customised")) as run_job:
+    with launcher.start(*job, PYTHONPATH=str(PROGRAMS / "customised"), fresh=True) as run_job:
         run_job.until("^importing$")
         ctrl_c(run_job)
         assert run_job.end() == 128 + signal.SIGINT

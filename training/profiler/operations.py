@@ -316,7 +316,8 @@ class OpSampler:
             row.execute_ns += ns
         if times.is_full:  # ops from the last event on have no times, but together
             self._rest.calls += 1
-            self._rest.execute_ns += at_ns[-1] - at_ns[-2]
+            last_ns = max((at_ns[call.end] for call in calls), default=0)
+            self._rest.execute_ns += max(0, at_ns[-1] - last_ns)
 
 
 def _sum_of(one: OpRow, other: OpRow) -> OpRow:

@@ -87,6 +87,7 @@ def test_answers_of_a_real_run(killed: Path) -> None:
     assert len(ops) == 10 and sum(row["share"] for row in ops) <= 1
     assert {row["pass"] for row in ops} <= {"forward", "backward", "work", "collective"}
     assert all(row["shape"] and row["calls_per_step"] > 0 for row in ops)
+    assert all(row["enqueue_ms"] > 0 for row in ops if row["pass"] != "collective")
     linear = "SELECT op FROM op_profile WHERE kind = 'op' AND flops > 0"
     with RunDatabase(killed) as database:
         assert ("linear",) in database.connection.execute(linear).fetchall()

@@ -143,32 +143,42 @@ OPS_OF_VERSION_2 = (
 )
 
 
-@pytest.mark.parametrize("version", [1, 2])
+def downgrades(version: int) -> list[str]:
+    """Return the statements that make a new file one of an earlier version."""
+    if version == 3:
+        return [
+            "ALTER TABLE op_profile DROP COLUMN enqueue_ns",
+            "INSERT INTO op_profile (incarnation_id, step, op, rank, calls, execute_ns, bytes) "
+            "VALUES (1, 2, 'comm', 0, 3, 4, 5)",
+        ]
+    return [
+        "DROP TABLE op_profile",
+        OPS_OF_VERSION_2,
+        "INSERT INTO op_profile VALUES (1, 2, 'comm', 0, 3, 4, 5)",
+        "ALTER TABLE incarnations DROP COLUMN peak_bytes",
+        "DROP VIEW step_sums",
+        "ALTER TABLE step_timing DROP COLUMN sample_gen_ns",
+        "ALTER TABLE step_history DROP COLUMN sample_gen_ns",
+        "CREATE VIEW step_sums AS SELECT step FROM step_timing",
+        *(["DROP TABLE user_metrics"] if version == 1 else []),
+    ]
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_database_of_an_earlier_version_is_added_to(tmp_path: Path, version: int) -> None:
     with RunDatabase(tmp_path) as new:
         wanted = shape_of(new.connection)
     with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
-        for statement in (
-            "DROP TABLE op_profile",
-            OPS_OF_VERSION_2,
-            "INSERT INTO op_profile VALUES (1, 2, 'comm', 0, 3, 4, 5)",
-            "ALTER TABLE incarnations DROP COLUMN peak_bytes",
-            "DROP VIEW step_sums",
-            "ALTER TABLE step_timing DROP COLUMN sample_gen_ns",
-            "ALTER TABLE step_history DROP COLUMN sample_gen_ns",
-            "CREATE VIEW step_sums AS SELECT step FROM step_timing",
-            *(["DROP TABLE user_metrics"] if version == 1 else []),
-            f"PRAGMA user_version = {version}",
-        ):
+        for statement in (*downgrades(version), f"PRAGMA user_version = {version}"):
             connection.execute(statement)
     connection.close()
     with RunDatabase(tmp_path) as database:
         assert shape_of(database.connection) == wanted
         assert database.connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
         found = database.connection.execute(
-            "SELECT kind, op, calls, execute_ns, bytes, flops FROM op_profile"
+            "SELECT kind, op, calls, execute_ns, bytes, flops, enqueue_ns FROM op_profile"
         )
-        assert found.fetchall() == [("span", "comm", 3, 4, 5, 0)]
+        assert found.fetchall() == [("span", "comm", 3, 4, 5, 0, 0)]
 
 
 def shape_of(connection: sqlite3.Connection) -> dict[str, set[str]]:

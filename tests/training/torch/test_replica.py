@@ -221,6 +221,19 @@ def test_large_shards_are_probed_by_their_first_rows() -> None:
         dist.destroy_process_group()
 
 
+def test_gradients_in_other_memory_than_that_of_pytorch_stay_there() -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (2,))
+        model = fsdp.fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
+        groups = ours.ShardedModules([model]).groups
+        assert len(letters.place(groups)) == 1
+        model.set_allocate_memory_from_process_group_for_comm(True)  # PyTorch refuses it after another
+        assert letters.place(groups) == []
+    finally:
+        dist.destroy_process_group()
+
+
 def test_memory_of_a_letter_is_lent_again_once_no_tensor_over_it_is_left() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(5))]
     members = [

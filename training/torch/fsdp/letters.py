@@ -96,10 +96,11 @@ class Letter:
 
 
 class Placed:
-    """A reduce-scatter of a group in the place of `inner`, whose results lie in a letter if they can."""
+    """Allocates for the reduce-scatter of a group: its results lie in a letter if they can."""
 
-    def __init__(self, inner: Any, group: Any) -> None:
-        self._inner, self._group = inner, group
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._allocate = group._reduce_scatter_comm.allocate
         self.letter: Letter | None = None
         self._before = 0
 
@@ -112,15 +113,18 @@ class Placed:
             lent = self.letter.lend(id(self._group), elements, dtype)
             if lent is not None:
                 return lent
-        return self._inner.allocate(size, dtype=dtype, device=device)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._inner(*args, **options)
+        return self._allocate(size, dtype=dtype, device=device)
 
 
 def place(groups: Sequence[Any]) -> list[Placed]:
-    """Have each group of FSDP2 reduce its gradients into the letter that is given to the results."""
-    found = [Placed(group._reduce_scatter_comm, group) for group in groups]
-    for group, placed in zip(groups, found, strict=True):
-        group._reduce_scatter_comm = placed
+    """Have groups of FSDP2 reduce their gradients into the letter that is given to the results.
+
+    Those that have other memory than PyTorch's, as by `use_arena`, keep it.
+    """
+    found = list[Placed]()
+    for group in groups:
+        own = group._reduce_scatter_comm
+        if type(own).__name__ == "DefaultReduceScatter":
+            found.append(Placed(group))
+            own.allocate = found[-1].allocate  # of this object alone: others may replace it
     return found

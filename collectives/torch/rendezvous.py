@@ -28,7 +28,7 @@ from zbmd.collectives.errors import OperationAborted
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY, Attending, Mode
 from zbmd.collectives.torch.work import as_torch_error
-from zbmd.collectives.torch.world import Met, keep_store, world
+from zbmd.collectives.torch.world import Met, ScriptsEnded, keep_store, world
 from zbmd.transport.clock.patience import PATIENCE
 from zbmd.transport.errors import DeadlineExceeded, LinkClosed, PeerLost, UserError, ZbmdError
 from zbmd.transport.native._native import now_ns
@@ -88,7 +88,7 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
     """Return a store of the members of the newest view, this process's rank among them, and their number.
 
     Waits for the replacements of lost ranks. Raises `DeadlineExceeded`, and `ScriptsEnded` once a rank
-    has finished.
+    has finished; `SystemExit` then, if whole replicas of a loop had no part for this rank.
     """
     met, store = _meet(timeout)
     world().keep(met)
@@ -153,7 +153,7 @@ def _give_up(group: Group) -> None:
 
 def _meet(timeout: timedelta, after: int = 0) -> tuple[Met, Any]:
     end_ns = now_ns() + round(timeout.total_seconds() * 1e9)
-    over, again = after, 0
+    over, again, was_left_over = after, 0, False
     while True:
         left_s = PATIENCE.left_ns(end_ns) / 1e9
         if left_s <= 0:
@@ -166,7 +166,12 @@ def _meet(timeout: timedelta, after: int = 0) -> tuple[Met, Any]:
             if met.group.rank in attending.places:
                 return _parted(met, attending, left_s), store
             log.info("this rank is left over by whole replicas: it waits for others to complete one with")
-            over = world().entered
+            over, was_left_over = world().entered, True
+        except ScriptsEnded:
+            if not was_left_over:
+                raise
+            log.info("the loop ended while this rank waited, without a part in it")
+            raise SystemExit from None
         except PeerLost as lost:
             log.info("a rank was lost while all met: meet again", reason=str(lost))
             over = world().entered

@@ -48,8 +48,9 @@ class Waits:
             until_others_than(members() if len(members()) == size else ())
 
     def _wait_for_newcomers(self, step: int, size: int) -> None:
-        """Wait until they are there; a loss is to be dealt with first."""
-        if step < 2 or dist.get_rank() or any(rank >= FIRST for rank in members()):
+        """Wait until they are there, or were and are lost for good; a loss is to be dealt with first."""
+        latest = world().worker.latest
+        if step < 2 or dist.get_rank() or any(rank >= FIRST for rank in (*latest.ranks, *latest.lost)):
             return
         print(f"waits in a group of {size}", flush=True)
         until_others_than(members())

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from zbmd.collectives.scenarios.hosted_job import JobOptions, draw_kills, names_of
 from zbmd.training.scenarios.loop import LoopRank, LoopScenario, NumberedShares
-from zbmd.training.scenarios.sharded_loop import ShardRank, ShardScenario
+from zbmd.training.scenarios.sharded_loop import HybridScenario, ShardRank, ShardScenario
 from zbmd.training.torch import transaction as tx
 from zbmd.training.torch.fsdp.division import Report
 from zbmd.transport.sim import Options, RunOutcome, SimulationFailure, run_scenario
 
 WAYS = ("commits", "promotes", "repeats", "takes", "shrinks", "grows")
-SCENARIOS = (LoopScenario(), ShardScenario())
+SCENARIOS = (LoopScenario(), ShardScenario(), HybridScenario())
 SEEDS_MAX, EVENTS_MAX = 600, 20_000
 
 
@@ -58,7 +58,11 @@ def drawn(seed: int) -> JobOptions:
 
 @pytest.mark.parametrize(
     ("scenario", "more"),
-    [(LoopScenario(), ("is lost", "ends without votes")), (ShardScenario(), ("is lost", "waits", "divides"))],
+    [
+        (LoopScenario(), ("is lost", "ends without votes")),
+        (ShardScenario(), ("is lost", "waits", "divides")),
+        (HybridScenario(), ("is lost", "waits", "divides", "has no part", "waits to the end")),
+    ],
     ids=lambda each: getattr(each, "name", ""),
 )
 def test_the_runs_are_of_all_kinds(scenario: LoopScenario, more: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ torch: Any = importlib.import_module("torch")
 
 
 class Layout:
-    """Where gradients lie in a letter, the same on all ranks.
+    """The places of gradients in a letter, the same on all ranks.
 
     updated: the parameters that have gradients. groups: of FSDP2, with others as well.
     """
@@ -66,7 +66,7 @@ class Letter:
             for begin, each in zip(layout.begins, parameters, strict=True)
         ]
         self._lent: dict[int, weakref.ref[Array]] = {}
-        """What was lent of a group's memory last; it lives as long as any tensor over it."""
+        """The memory of a group that was lent last; it lives as long as any tensor over it."""
 
     def fill(self, gradients: Sequence[Any]) -> None:
         """Take in gradients; None: there is none. Those that lie here already are not copied."""

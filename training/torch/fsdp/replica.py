@@ -182,7 +182,7 @@ def digest_of(values: Sequence[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an update depends on beside gradients and state, as it was when the owner's was made.
+    """All that an update depends on beside gradients and state, as it was when the owner's was made.
 
     groups: hyperparameters. scaled: tensors of a `GradScaler`. flushes: whether subnormal numbers count as 0.
     """

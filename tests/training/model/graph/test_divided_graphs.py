@@ -32,7 +32,7 @@ class _Group:
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._slots, self._barrier = rank, RANKS, slots, barrier
-        self.blocking = self
+        self.blocking: Any = self
         self.calls = list[str]()
 
     def deadline_ns(self) -> int:
@@ -62,13 +62,14 @@ class _Group:
 
     def reduce_scatter(self, x: Any, /, *, out: Any) -> Any:
         """See `TensorCollectives`."""
-        every = self._exchanged("reduce_scatter", x)
-        out[...] = sum(one[self.rank].astype(np.float32) for one in every).astype(out.dtype)
+        every = [one[self.rank].astype(np.float32) for one in self._exchanged("reduce_scatter", x)]
+        out[...] = np.sum(every, axis=0).astype(out.dtype)
         return out
 
     def all_reduce(self, x: Any, /, *, op: str = "sum") -> Any:
         """See `TensorCollectives`."""
-        x[...] = sum(one.astype(np.float32) for one in self._exchanged("all_reduce", x)).astype(x.dtype)
+        every = [one.astype(np.float32) for one in self._exchanged("all_reduce", x)]
+        x[...] = np.sum(every, axis=0).astype(x.dtype)
         return x
 
 

@@ -54,6 +54,8 @@ def test_a_copy_makes_the_same_updates_through_a_letter(number: int) -> None:
         letter.fill([each.grad for each in own.updated])
         optimizer.step()
         scheduler.step()
+    optimizer.grad_scale, optimizer.found_inf = None, torch.zeros(1)  # as of a `GradScaler`
+    assert copy.settings().scaled == {"grad_scale": None, "found_inf": torch.zeros(1)}
     one, other = own.state(), copy.state()
     assert all(torch.equal(a, b) for a, b in zip(one["parameters"], other["parameters"], strict=True))
     for mine, theirs in zip(one["moments"], other["moments"], strict=True):

@@ -211,7 +211,10 @@ class Replica:
     def settings(self) -> Settings:
         """Return those of the update that the owner of the optimizer has just made."""
         own = self._optimizer
-        scaled = {name: local_of(getattr(own, name)).clone() for name in SCALED if name in own.__dict__}
+        given = {name: local_of(getattr(own, name)) for name in SCALED if name in own.__dict__}
+        scaled = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()
+        }
         return Settings(hyperparameters(own), scaled, bool(_SUBNORMAL * _ONE == 0))
 
     def replay(self, gradients: Sequence[Any], settings: Settings) -> None:

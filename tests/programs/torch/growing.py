@@ -1,6 +1,6 @@
 """A recorded loop whose rank 0 waits, each time after two steps, until the job has another number of ranks.
 
-Arguments: ddp, fsdp, or hybrid: replicas of two ranks each; the directory of its records, and the numbers of
+Arguments: ddp, fsdp, or hybrid (replicas of two ranks each), the directory of its records, and the numbers of
 ranks to wait in: 1,2. If FIRST is set, whichever rank is 0 waits until a rank of this number or a higher one
 has come, and all tell the state that they end with. EXACT: the number of logical shares over DDP.
 """

@@ -280,6 +280,8 @@ class Continuity:
 
         One that a thread beside the loop got does so while the loop has not dealt with the loss.
         """
+        if not isinstance(error, Exception):
+            return False  # the script ends, perhaps since this rank has met a loss and no others afterwards
         seen: set[int] = set()
         cause: BaseException | None = error
         while cause is not None and id(cause) not in seen and not getattr(cause, BESIDE, False):
@@ -288,7 +290,7 @@ class Continuity:
                 return True
             seen.add(id(cause))
             cause = cause.__cause__ or cause.__context__
-        return self.broken is not None and isinstance(error, Exception)
+        return self.broken is not None
 
     @property
     def is_usual(self) -> bool:

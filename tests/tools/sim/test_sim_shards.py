@@ -58,14 +58,6 @@ MUTATIONS = [
         "--ranks 3 --length 1 --faults 1",
         seed=7,
     ),
-    Mutation(
-        "ranks that promote go on without those that complete no replica",
-        "hybrid",
-        (Edit(f"{LOOP}._go_on", "self.sharded and bool(self._plan.moves or self._plan.divides)", "False"),),
-        ANY,
-        "--ranks 4 --length 6 --faults 1",
-        seed=538,
-    ),
 ]
 
 

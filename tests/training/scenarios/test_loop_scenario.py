@@ -61,7 +61,6 @@ def drawn(seed: int) -> JobOptions:
     [
         (LoopScenario(), ("is lost", "ends without votes")),
         (ShardScenario(), ("is lost", "waits", "divides")),
-        (HybridScenario(), ("is lost", "waits", "divides", "has no part", "waits to the end")),
     ],
     ids=lambda each: getattr(each, "name", ""),
 )

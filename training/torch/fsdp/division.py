@@ -334,7 +334,7 @@ def moves_of(reports: Sequence[Report], version: int, source: int, distinct: int
 
 
 class Plan(NamedTuple):
-    """The course of a meeting after which each rank has its part.
+    """The steps of a meeting after which each rank has its part.
 
     moves: of all ranks, in the order in which they are made. division: this rank's afterwards. divides: it is
     another one. holders: of the parts of the old division, if they are divided again.

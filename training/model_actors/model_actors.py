@@ -78,7 +78,8 @@ class _SupervisedPass(Pass):
     __slots__ = ("_final", "_gradient", "_inputs", "_log", "_loss_scale", "_part", "_recorder")
 
     def __init__(self, part: GPTPart, inputs: _Inputs, recorder: Recorder) -> None:
-        self._part, self._inputs, self._recorder, self.whole = part, inputs, recorder, None
+        self._part, self._inputs, self._recorder = part, inputs, recorder
+        self.whole = self.fused = None
         self._log: Log = []
         self._final = frozenset[int]()
         self._gradient: Array | None = None

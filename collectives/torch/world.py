@@ -30,6 +30,7 @@ from zbmd.collectives.p2p.direct import DirectMessages, drain
 from zbmd.collectives.p2p.tagged import named
 from zbmd.transport.clock.patience import patient_timeout
 from zbmd.transport.errors import DeadlineExceeded, LocalProtocolError, UserError, ZbmdError
+from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp.address import parse_address
 
 log: Final = structlog.stdlib.get_logger("zbmd.collectives.torch")
@@ -37,6 +38,8 @@ log: Final = structlog.stdlib.get_logger("zbmd.collectives.torch")
 LEAVE_S_MAX = 5.0
 """Seconds that a process whose script has ended takes to leave, at most."""
 
+TELL_NS_MAX: Final = 1_000_000_000
+"""Within that an operation of a view that is over fails."""
 ResultT = TypeVar("ResultT")
 LOCAL: Final = "127.0.0.1"
 
@@ -155,7 +158,7 @@ class World:
         return self.start(self._part(places, timeout_s)).result()
 
     async def _part(self, places: Sequence[int], timeout_s: float) -> Group:
-        return await self._subgroup(self._standing_base(), places, timeout_s)
+        return await self._subgroup(await self._standing_base(), places, timeout_s)
 
     def keep(self, met: Met) -> None:
         """Return this group when the default group is asked for; its members are PyTorch's ranks."""
@@ -206,7 +209,7 @@ class World:
 
     async def _open(self, ranks: tuple[int, ...], rank: int, size: int, timeout_s: float) -> Group:
         if ranks and self._numbers:
-            base = self._standing_base()
+            base = await self._standing_base()
         else:
             async with patient_timeout(timeout_s):
                 base = await self._base_group()
@@ -229,7 +232,7 @@ class World:
         if absent:
             raise UserError(f"{named(absent)} is not in the job now: {list(base.members)} are")
 
-    def _standing_base(self) -> Group:
+    async def _standing_base(self) -> Group:
         """Return the group of all ranks of the last meeting.
 
         Raises, if one of them has ended since: the others may have made a group with the same ranks before
@@ -242,8 +245,21 @@ class World:
             finished = [member for member in base.members if member in worker.latest.finished]
             if finished:
                 raise ScriptsEnded(finished, worker.latest)
-            raise self._loss_in(base, worker)
+            raise await self._why_over(base, worker)
         return base
+
+    async def _why_over(self, base: Group, worker: Worker) -> ZbmdError:
+        """Return what ended a view that no other one has followed yet.
+
+        A rank that has left has said why to whoever waits for it, before its process is gone.
+        """
+        try:
+            await asyncio.wrap_future(base.submit(lambda c: c.barrier(deadline_ns=now_ns() + TELL_NS_MAX)))
+        except OperationAborted as error:
+            return error
+        except ZbmdError:
+            pass
+        return self._loss_in(base, worker)
 
     @staticmethod
     def _loss_in(base: Group, worker: Worker) -> ZbmdError:
@@ -258,7 +274,7 @@ class World:
         assert self._worker is not None
         made = await unless_lost(self._worker, base.view, self._made(base, places, timeout_s))
         if made is None:
-            raise self._loss_in(base, self._worker)
+            raise await self._why_over(base, self._worker)
         with self._guard:
             self._groups.add(made)
         return made

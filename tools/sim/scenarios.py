@@ -83,7 +83,7 @@ SCENARIOS: Mapping[str, HuntedScenario] = MappingProxyType(
         ),
         "loop": HuntedScenario(make=LoopScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
         "shards": HuntedScenario(make=ShardScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
-        "hybrid": HuntedScenario(make=HybridScenario, ranks=(2, 4, 4, 6, 6), lengths=(1, 2, 3, 6)),
+        "hybrid": HuntedScenario(make=HybridScenario, ranks=(2, 2, 2, 2, 4, 4, 6), lengths=(1, 2, 3, 6)),
         "repair": HuntedScenario(
             make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)
         ),

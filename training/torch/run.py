@@ -182,8 +182,6 @@ class Run:
         if self._recorder is not None:
             self._recorder.note_pace(step, values, says)
 
-    # What scripts use.
-
     @property
     def steps(self) -> int:
         """The number of committed steps."""
@@ -311,11 +309,9 @@ class Run:
     def _transact(self, then: Position, body: Callable[[], object]) -> None:
         """Make a transaction that is no step."""
         while self._state.position < then:  # the others may be further, if this rank had no part for a while
-            if self._meetings.machine.meets_again:
-                self._meet(self._meetings.recover)
-                continue
-            with Step(self, then):
-                body()
+            if not self._meet_again():
+                with Step(self, then):
+                    body()
 
     def _asked_to_save(self) -> Wish:
         """Return what signals ask all ranks for, which is dealt with from now on."""
@@ -331,8 +327,6 @@ class Run:
             self.save()
         if asked & Wish.STOP:
             raise SystemExit
-
-    # One transaction.
 
     def begin(self, then: Position | None = None) -> None:
         """A transaction begins: of a step, unless `then` is the position after it."""
@@ -377,10 +371,10 @@ class Run:
         """A transaction begins beside copies of the state: one that is no step may write all of it."""
         if not self._is_step:
             self._memory.staged()
-        if self._checkpoints is not None and self._is_step:
-            self._checkpoints.begin_step(step + 1, decides=self._state.rank == 0)
-        elif self._checkpoints is not None:
-            self._checkpoints.staged()
+        if (checkpoints := self._checkpoints) is not None and self._is_step:
+            checkpoints.begin_step(step + 1, decides=self._state.rank == 0)
+        elif checkpoints is not None:
+            checkpoints.staged()
 
     def end(self, error: BaseException | None) -> bool:
         """Its body has ended; return whether its error is dealt with."""
@@ -416,11 +410,11 @@ class Run:
         """A transaction has ended: after a step, copy it to memory, and begin a checkpoint if one is due."""
         if not self._is_step or self._meetings.is_over or self._meetings.is_left_over:
             return
+        state, group = self._state, self._meetings.exchange.group
         self._slow.phase(spans.CHECKPOINT)
-        self._memory.keep(self._state, self.version)
+        self._memory.keep(state, self.version)
         if self._checkpoints is not None:
-            asked = Wish(votes.asked_in(self._state.rows))
-            self._checkpoints.reached(self._meetings.exchange.group, self.steps, asked, self._pieces)
+            self._checkpoints.reached(group, self.steps, Wish(votes.asked_in(state.rows)), self._pieces)
         self._slow.stepped()
 
     def _before_update(self, *_: Any) -> None:
@@ -529,8 +523,15 @@ class Run:
         if self._grows_after == self._meetings.epoch:
             self._state.keep()
             self._meet(self._meetings.grow)
-        elif self._meetings.machine.meets_again:
+        else:
+            self._meet_again()
+
+    def _meet_again(self) -> bool:
+        """Between two transactions: meet the others if this rank has promoted since; return whether."""
+        if again := self._meetings.machine.meets_again:
+            self._state.keep()  # or it would go back to before the step that it has promoted
             self._meet(self._meetings.recover)
+        return again
 
     def _meet(self, meeting: Callable[[], bool]) -> bool:
         """Meet the others; return whether the transaction under way is committed after all."""
@@ -538,12 +539,11 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         promoted = meeting()
-        if self._meetings.is_over or self._meetings.is_left_over:
-            return promoted
-        self._memory.enter(self._meetings.exchange.group, is_sharded=self._state.shards is not None)
-        self._divide_shares()
-        if self._checkpoints is not None:
-            self._checkpoints.enter(self._meetings.epoch, self._state.rank)
+        if not self._meetings.is_over and not self._meetings.is_left_over:
+            self._memory.enter(self._meetings.exchange.group, is_sharded=self._state.shards is not None)
+            self._divide_shares()
+            if self._checkpoints is not None:
+                self._checkpoints.enter(self._meetings.epoch, self._state.rank)
         return promoted
 
     def _divide_shares(self) -> None:

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +41,21 @@ from zbmd.training.job.overwrite import holders_of
 from zbmd.training.run.ledger import LOG_NAME, read_log
 
 if TYPE_CHECKING:
-    from support.processes.launcher import Launcher
+    from support.processes.launcher import Launcher, Running
+
+FIRST = 3
+"""The gate before the first checkpoint."""
+
+
+@contextmanager
+def saving(launcher: Launcher, run: Path, ranks: int, *arguments: str) -> Generator[Running]:
+    """A run with a checkpoint, which a snapshot process has written: ranks stand still, and publish none."""
+    with started(launcher, *arguments, gates=(FIRST, GATE)) as running:
+        until_held(running, ranks, run)
+        open_gate(run, FIRST)
+        running.until_holds((run / SHARDS_NAME).exists, "there is a checkpoint")
+        running.until(rf"^step {GATE - 2} loss")  # all stand still, and what they have done is in the log
+        yield running
 
 
 @pytest.mark.parametrize(
@@ -142,8 +158,7 @@ def test_a_damaged_snapshot_without_another_ends_the_run_with_the_checkpoint_nam
     launcher: Launcher, run: Path
 ) -> None:
     arguments = job(1, "--checkpoint-every", "5")
-    with started(launcher, *arguments) as running:
-        running.until_holds((run / SHARDS_NAME).exists, "there is a checkpoint")
+    with saving(launcher, run, 1, *arguments) as running:
         holder = kill_all_when_held(running, 1, run)
     damage(holder, 0)
     with started(launcher, *arguments) as again:
@@ -198,8 +213,7 @@ def test_snapshots_lists_verifies_and_drops(
 ) -> None:
     assert command.main(["snapshots", str(launcher.directory)]) == 0
     assert "no state is held of that here" in capsys.readouterr().out
-    with started(launcher, *job(2, "--checkpoint-every", "10")) as running:
-        running.until_holds((run / SHARDS_NAME).exists, "there is a checkpoint")
+    with saving(launcher, run, 2, *job(2, "--checkpoint-every", "10")) as running:
         holder = kill_all_when_held(running, 2, run)
     assert command.main(["snapshots", str(run), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -14,7 +14,6 @@ from zbmd.collectives.scenarios.hosted_job import JobOptions, draw_kills, names_
 from zbmd.training.scenarios.loop import LoopRank, LoopScenario, NumberedShares
 from zbmd.training.scenarios.sharded_loop import HybridScenario, ShardRank, ShardScenario
 from zbmd.training.torch import transaction as tx
-from zbmd.training.torch.fsdp.division import Report
 from zbmd.transport.sim import Options, RunOutcome, SimulationFailure, run_scenario
 
 WAYS = ("commits", "promotes", "repeats", "takes", "shrinks", "grows")
@@ -100,15 +99,6 @@ class KeepsAtOnce(tx.Transactions):
         return actions
 
 
-class MovesBeforeAllPromote(tx.Transactions):
-    """A planted bug: parts move while some ranks are behind."""
-
-    def _go_to(self, own: int, reports: tuple[Report, ...]) -> list[tx.Action]:
-        actions = super()._go_to(own, reports)
-        self._behind = False
-        return actions
-
-
 class ForgetsWhatWasDivided(tx.Transactions):
     """A planted bug: who has not seen all agree never adopts, although another has."""
 
@@ -159,7 +149,6 @@ def planted(scenario: LoopScenario, bug: type[tx.Transactions] | type[NumberedSh
         (ShardScenario(), ComputesItsOwnShare, 0),
         (ShardScenario(), DividesAtOnce, 48),
         (ShardScenario(), KeepsAtOnce, 0),
-        (ShardScenario(), MovesBeforeAllPromote, 20),
         (ShardScenario(), ForgetsWhatWasDivided, 48),
     ],
     ids=lambda each: getattr(each, "name", "") or getattr(each, "__name__", ""),

@@ -148,7 +148,7 @@ class Sampler:
 class _Rates:
     """Counters that are expensive to read, four times a second. steal, throttled: of the time."""
 
-    def __init__(self, root: Path, links: bool) -> None:
+    def __init__(self, root: Path, links: bool = True) -> None:
         self._links = links
         self.steal = self.throttled = self.round_trip_us = 0.0
         self._stat = _opened(root / "proc/stat")

@@ -100,9 +100,11 @@ def key_of(array: str, name: str, moment: str) -> str:
 def file_dtype(dtype: str) -> np.dtype[np.generic]:
     """Return the dtype that a shard of ours has for a tensor: unsigned integers where numpy has none."""
     try:
-        return np.dtype(dtype)
+        known = np.dtype(dtype)
     except TypeError:
-        return np.dtype(f"u{ITEM_BYTES[dtype]}")
+        known = None
+    # Another library may have given numpy more: ml_dtypes, for one, once anything has imported it.
+    return known if known is not None and known.isbuiltin == 1 else np.dtype(f"u{ITEM_BYTES[dtype]}")
 
 
 def content_of(saved: SavedState, plan: str) -> Content:

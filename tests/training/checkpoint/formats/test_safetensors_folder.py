@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 from zbmd.training.autograd.parameter_layout import ParameterLayout
 from zbmd.training.checkpoint.formats.convert import Format, convert_checkpoint, opened
 from zbmd.training.checkpoint.formats.safetensors_folder import SafetensorsFile, open_folder, write_folder
+from zbmd.training.checkpoint.formats.tensors import file_dtype
 from zbmd.training.checkpoint.plan import plan_text
 from zbmd.training.checkpoint.sharded import whole_pieces, write_alone
 from zbmd.training.config import GPTConfig, TrainingConfig
@@ -122,3 +124,11 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
         opened(tmp_path),
     ):
         pass
+
+
+def test_a_file_has_the_same_dtypes_whatever_else_is_imported() -> None:
+    """ml_dtypes makes bfloat16 a dtype of numpy, and files have it as unsigned integers."""
+    importlib.import_module("ml_dtypes")
+    assert file_dtype("bfloat16") == np.uint16
+    assert file_dtype("float8_e4m3fn") == np.uint8
+    assert file_dtype("float32") == np.float32

@@ -155,10 +155,10 @@ class ModelHost:
         self._serial += 1
         return self._serial
 
-    def new_event(self, **given: bool) -> int:
+    def new_event(self, *, interprocess: bool = False, timed: bool = False) -> int:
         """Make an event; return its number."""
         serial = self.serial()
-        self.events[serial] = _Event(serial=serial, **given)
+        self.events[serial] = _Event(serial=serial, interprocess=interprocess, timed=timed)
         return serial
 
     def run_until(self, done: Callable[[], bool]) -> bool:

@@ -54,7 +54,7 @@ def started(
     """As `Launcher.start`, with snapshots, and a process that holds them may be left behind."""
     gates = gates if isinstance(gates, str) else ",".join(map(str, gates))
     variables = {"ZBMD_SNAPSHOTS": "60s", "GATES": gates, **variables}
-    with launcher.session(*arguments, spares=HOLDER, **variables) as running:
+    with launcher.session(*arguments, spares=HOLDER, fresh=False, **variables) as running:
         yield running
         running.end()
 

@@ -78,12 +78,12 @@ def test_units_in_turn_have_the_bits_of_a_whole_step(config: GPTConfig, recomput
     units = fused.parts(*(range(number, number + 1) for number in range(config.layers + 2)))
     rooms = [fused.room() for _ in fused.batches]
     for _ in range(3):
-        before, found = fused.run.launches, list[list[Pass]]()
+        before, found, came = fused.run.launches, list[list[Pass]](), list[Any]()
         for unit in units:
             came = [one.output.data for one in found[-1]] if found else [None] * len(rooms)
             given = zip(rooms, fused.batches, came, strict=True)
             found.append([_forward(fused, unit, room, batch, x) for room, batch, x in given])
-        losses, slopes = [one.output.data for one in found[-1]], list[Any](came)
+        losses, slopes = [one.output.data for one in found[-1]], came
         for unit, passes in zip(reversed(units), reversed(found), strict=True):
             slopes = [
                 unit.backward(one, None if unit.is_last else slope)

@@ -87,10 +87,10 @@ async def test_a_checkpoint_has_what_was_on_the_device(tmp_path: Path) -> None:
     """Moments are on the device again, where another run goes on from it."""
     wanted = await undisturbed("plain")
     fault = "+".join(f"rank{rank}:loop.prepared:7" for rank in range(RANKS))
-    out = {"OUT": str(tmp_path / "run"), "EVERY": "4"}
-    result, lines = await run_loop(PROGRAM, "plain", fault, RANKS, out)
+    out = str(tmp_path / "run")
+    result, lines = await run_loop(PROGRAM, "plain", fault, RANKS, {"OUT": out, "EVERY": "4"})
     assert result.outcome is Outcome.FAILED and "continue that run by resume=True" in "\n".join(lines)
-    told = {*steps_in(await train("plain", RESUME="1", **out))}
+    told = {*steps_in(await train("plain", RESUME="1", OUT=out, EVERY="4"))}
     final = {line for line in wanted if line.startswith("final")}
     assert final <= told <= wanted and len(told) == RANKS * (STEPS - 4 + 1), sorted(told)
     assert audit_run(tmp_path / "run").is_whole

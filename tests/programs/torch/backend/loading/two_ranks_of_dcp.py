@@ -31,6 +31,7 @@ def run(rank, folder, port_file, loads):
         dcp.save({"model": {"wide": sharded, "half": half}, "steps": 9}, checkpoint_id=folder)
         if rank == 0:
             torch.save({"wide": wide, "half": half}, folder + ".whole")
+    dist.barrier()  # gloo may abort a rank whose peer has ended
     dist.destroy_process_group()
 
 

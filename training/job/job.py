@@ -100,8 +100,6 @@ class Job(Generic[ResultT]):
         if options.resume is not None:
             self._saved = open_state(options.resume, plan=task.plan)
         first = 0 if self._saved is None else self._saved.version
-        if again:
-            self._take_newest(first)
         self._following: Following | None = None
         self._wishes, self._asking = Wish.NOTHING, threading.Lock()
         self._asked = asyncio.Event()
@@ -131,6 +129,8 @@ class Job(Generic[ResultT]):
             and not again,  # a lone process has the number of the last one
             on_begin=lambda: keep_until(options.out, first),
         )
+        if again:
+            self._take_newest(first)
         self._again = again
         self._records: Records | None = None
         self._results = StepResults(task.row, task.seed)
@@ -143,7 +143,9 @@ class Job(Generic[ResultT]):
             newest = open_state(self._options.storage, plan=self._task.plan)
         except UserError:
             return  # there is none, or another rank writes the next one
-        older, self._saved = (self._saved, newest) if newest.version > first else (newest, self._saved)
+        # One that was written before its step was committed is the user's to ask for.
+        is_next = first < newest.version <= self._log.last_version()
+        older, self._saved = (self._saved, newest) if is_next else (newest, self._saved)
         if older is not None:
             older.close()
 

@@ -43,8 +43,12 @@ from zbmd.training.run.ledger import LOG_NAME, read_log
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher, Running
 
-FIRST = 3
-"""The gate before the first checkpoint."""
+FIRST, AHEAD = 3, 5
+"""The gate before the first checkpoint, and the step of another one."""
+
+
+def saved_in(run: Path) -> int:
+    return read_names(run).version if (run / SHARDS_NAME).exists() else 0
 
 
 @contextmanager
@@ -165,6 +169,27 @@ def test_a_damaged_snapshot_without_another_ends_the_run_with_the_checkpoint_nam
         assert again.end() == 2, again.text
     assert "the state in memory is damaged" in again.text
     assert str(Path("run") / SHARDS_NAME) in again.text, "the last durable tier is named"
+
+
+def test_a_checkpoint_ahead_of_the_log_is_gone_on_from_when_that_is_asked_for(
+    launcher: Launcher, run: Path
+) -> None:
+    """A snapshot process may publish a step before ranks have committed it, beside the next one."""
+    calm = undisturbed(launcher)
+    arguments = job(1, "--checkpoint-every", "5")
+    with started(launcher, *arguments, gates=(FIRST, AHEAD + 1)) as running:
+        until_held(running, 1, run)
+        open_gate(run, FIRST)
+        running.until_holds(lambda: saved_in(run) == AHEAD, "the checkpoint is written")
+        holder = kill_all_when_held(running, 1, run)
+    assert last_committed(run) == AHEAD - 1
+    damage(holder, 0)
+    with started(launcher, *arguments) as again:
+        assert again.end() == 2, again.text
+    assert str(Path("run") / SHARDS_NAME) in again.text, "it is named"
+    with started(launcher, *arguments, "--resume", "run", gates=()) as resumed:
+        assert resumed.end() == 0, resumed.text
+    assert weights_of(resumed.text) == calm
 
 
 def test_a_run_that_is_stopped_leaves_nothing_and_without_snapshots_none_is_held(

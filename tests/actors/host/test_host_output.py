@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.processes.polling import until
 
 from zbmd.actors.process.lines import LINE_BYTES_MAX, LineAssembler
 from zbmd.actors.process.output import (
@@ -20,6 +21,7 @@ from zbmd.actors.process.output import (
     OutputLine,
     OutputPump,
     OutputText,
+    PlainOutput,
     emit_plainly,
 )
 
@@ -132,18 +134,16 @@ async def test_the_writer_is_bounded_and_keeps_order() -> None:
     assert emitted == [*(str(i) for i in range(WRITER_LINES_MAX + 1)), "late"]
 
 
-async def test_a_line_that_waits_for_the_end_of_anothers_is_written_in_time(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    writer = LineWriter()
+async def test_a_line_that_waits_for_the_end_of_anothers_is_written_in_time() -> None:
+    out = io.StringIO()  # reads of `capfd` lose what a thread writes meanwhile
+    plain = PlainOutput(to={"stdout": out, "stderr": out})
+    writer = LineWriter(plain.emit, release=plain.release)
     begun = OutputLine(rank=0, incarnation=1, stream="stdout", text=b"Load")
     writer.show_unfinished(begun, rewritten=False)
     await writer.write("stdout", "ours")
-    written = ""
-    while not written.endswith("ours\n"):
-        written += capfd.readouterr().out
-        await asyncio.sleep(0)
-    assert written == "[rank0]: Load\nours\n"
+    wanted = "[rank0]: Load\nours\n"
+    await until(lambda: len(out.getvalue()) >= len(wanted))
+    assert out.getvalue() == wanted
     await writer.write_line(begun)
     await writer.close()
-    assert capfd.readouterr().out == "", "it was written"
+    assert out.getvalue() == wanted, "it was written"

@@ -72,10 +72,11 @@ def test_lost_shards_are_rebuilt_to_the_same_bits(
 
 
 def test_more_losses_than_parities_end_the_run_with_the_last_checkpoint_named(launcher: Launcher) -> None:
-    """The second is lost before the first one's replacement has its shard; the checkpoint is of step 3."""
-    more = ("--mesh", "pp=4", "--redundancy", "ec:3+1", "--checkpoint-every", "3")
-    faults = "rank1:job.begin:6,rank3:job.meet:2"
-    ended = trained(launcher, 4, "lost", *more, ZBMD_FAULT=faults, **APART)
+    """The second is lost before the first one's replacement has its shard; the checkpoint is of a run before."""
+    more = ("--mesh", "pp=4", "--redundancy", "ec:3+1", "--curve", "constant")
+    assert trained(launcher, 4, "lost", *more, "--steps", "3", **APART).code == 0
+    faults = "rank1:job.begin:3,rank3:job.meet:2"
+    ended = trained(launcher, 4, "lost", *more, "--resume", "lost", ZBMD_FAULT=faults, **APART)
     assert ended.code != 0, ended
     told = "\n".join(ended.errors)
     assert "more than the 1 of 3 + 1 that may be lost at once" in told, ended

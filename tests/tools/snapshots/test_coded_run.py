@@ -72,7 +72,7 @@ def test_lost_shards_are_rebuilt_to_the_same_bits(
 
 
 def test_more_losses_than_parities_end_the_run_with_the_last_checkpoint_named(launcher: Launcher) -> None:
-    """The second is lost before the first one's replacement has its shard; the checkpoint is of a run before."""
+    """The second is lost before the first one's replacement has its shard; the checkpoint is older."""
     more = ("--mesh", "pp=4", "--redundancy", "ec:3+1", "--curve", "constant")
     assert trained(launcher, 4, "lost", *more, "--steps", "3", **APART).code == 0
     faults = "rank1:job.begin:3,rank3:job.meet:2"

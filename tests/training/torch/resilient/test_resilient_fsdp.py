@@ -47,7 +47,7 @@ async def undisturbed(mode: str, ranks: int, program: Path = PROGRAM) -> frozens
 @pytest.mark.parametrize(
     ("mode", "fault", "ranks"),
     [
-        ("plain", "rank2:loop.begin:1", 3),
+        ("plain", "rank2:loop.begin:1+~rank0:loop.begin:1", 3),  # whose buddy has its copy
         ("plain", "rank0:loop.prepared:3", 3),
         ("plain", "rank1:loop.delivered:4", 3),
         ("plain", "rank2:loop.voted:2", 3),

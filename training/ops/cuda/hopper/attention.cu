@@ -5,28 +5,19 @@
 // Block (i, b * heads + h): the queries of tile gridDim.x - 1 - i, the longest first.
 template <int D> DEVICE void forward(bf16 *y, float *logs, const bf16 *qkv, const float *bias, const Shape &shape) {
     extern __shared__ __align__(1024) u8 memory[];
-    const int BYTES = OTHER * D * 2;
-    u32 queries = shared_address(memory), stages = queries + OWN * D * 2;
+    u32 queries = shared_address(memory);
     int length = shape.length, stride = shape.width(D), tile = gridDim.x - 1 - blockIdx.x, head = blockIdx.y % shape.heads;
     u64 first = (u64)(blockIdx.y / shape.heads) * length * stride;
-    const bf16 *keys = qkv + first + (shape.heads + head * shape.kv_heads / shape.heads) * D, *values = keys + shape.kv_heads * D;
-    int last = tile * OWN + OWN < length ? tile * OWN + OWN : length, tiles = (last + OTHER - 1) / OTHER;
-    auto load = [&](int j) {
-        if (j < tiles) {
-            load_rows<D, OTHER>(stages + j % 2 * 2 * BYTES, keys, stride, j * OTHER, length);
-            load_rows<D, OTHER>(stages + (j % 2 * 2 + 1) * BYTES, values, stride, j * OTHER, length);
-        }
-        copy_async_commit();
-    };
+    SeenTiles<D> seen_tiles(qkv + first, shape, head, tile, queries + OWN * D * 2);
     load_rows<D, OWN>(queries, qkv + first + head * D, stride, tile * OWN, length);
-    load(0);
+    seen_tiles.load(0);
     float sums[D / 2] = {}, p[32] = {}, top[2] = {MASKED, MASKED}, total[2] = {}, scale = rsqrtf((float)D) * LOG2E;
-    for (int j = 0; j < tiles; j++) {
-        load(j + 1);
+    for (int j = 0; j < seen_tiles.count; j++) {
+        seen_tiles.load(j + 1);
         copy_async_wait<1>();
         fence_for_wgmma();
         __syncthreads();  // tile j is there
-        u32 tk = stages + j % 2 * 2 * BYTES, tv = tk + BYTES;
+        u32 tk = seen_tiles.at(j), tv = tk + seen_tiles.BYTES;
         wgmma_fence();
         rows_by_rows<D>(p, queries, tk);
         wgmma_commit();

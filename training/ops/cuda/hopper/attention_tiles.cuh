@@ -22,6 +22,31 @@ template <int D, int ROWS> DEVICE void load_rows(u32 tile, const bf16 *head, int
     }
 }
 
+// The tiles of keys and values that a tile of queries sees, in two stages of shared memory. sequence: its packed rows.
+template <int D> struct SeenTiles {
+    enum { BYTES = OTHER * D * 2 };
+    const bf16 *keys, *values;
+    u32 stages;
+    int stride, length, count;
+
+    __device__ SeenTiles(const bf16 *sequence, const Shape &shape, int head, int tile, u32 stages)
+        : keys(sequence + (shape.heads + head * shape.kv_heads / shape.heads) * D), values(keys + shape.kv_heads * D), stages(stages),
+          stride(shape.width(D)), length(shape.length) {
+        int last = tile * OWN + OWN < length ? tile * OWN + OWN : length;
+        count = (last + OTHER - 1) / OTHER;
+    }
+    // Where the keys of tile j lie; its values are BYTES behind them.
+    __device__ u32 at(int j) const { return stages + j % 2 * 2 * BYTES; }
+    // Begins to bring tile j, if there is one.
+    __device__ void load(int j) const {
+        if (j < count) {
+            load_rows<D, OTHER>(at(j), keys, stride, j * OTHER, length);
+            load_rows<D, OTHER>(at(j) + BYTES, values, stride, j * OTHER, length);
+        }
+        copy_async_commit();
+    }
+};
+
 // Where the 64 rows of this warpgroup begin in a tile of OWN rows.
 DEVICE u32 own_rows(u32 tile) { return tile + threadIdx.x / 128 * 64 * 128; }
 

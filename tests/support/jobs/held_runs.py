@@ -15,6 +15,8 @@ from programs import PROGRAMS
 from support.jobs.by_words import plain_by
 from support.processes.launcher import Running, kill_marked
 from zbmd.actors.snapshots.client import HolderAddress, look
+from zbmd.training.checkpoint.index import SHARDS_NAME
+from zbmd.training.checkpoint.sharded import read_names
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.redundancy.stamped import STATE_BLOCK, slots_in
 from zbmd.training.run.ledger import LOG_NAME, read_log
@@ -120,6 +122,11 @@ def undisturbed(launcher: Launcher, *more: str) -> str:
     if kind not in CALM:
         CALM[kind] = plain_by([*OPTIONS, *more, "--data", str(data), "--out", str(out)]).weights_sha256
     return CALM[kind]
+
+
+def saved_in(run: Path) -> int:
+    """Return the version of the newest checkpoint of a run; 0: there is none."""
+    return read_names(run).version if (run / SHARDS_NAME).exists() else 0
 
 
 def damage(holder: HolderAddress, rank: int, *, newest: bool = False) -> list[int]:

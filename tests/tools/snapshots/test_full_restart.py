@@ -24,6 +24,7 @@ from support.jobs.held_runs import (
     killed,
     last_committed,
     open_gate,
+    saved_in,
     started,
     undisturbed,
     until_held,
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
 
 FIRST, AHEAD = 3, 5
 """The gate before the first checkpoint, and the step of another one."""
-
-
-def saved_in(run: Path) -> int:
-    return read_names(run).version if (run / SHARDS_NAME).exists() else 0
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from support.jobs.held_runs import (
     job,
     kill_all,
     open_gate,
+    saved_in,
     started,
     undisturbed,
     until_held,
@@ -24,7 +25,7 @@ from support.processes.polling import until
 from support.processes.stopping import stop
 
 from zbmd.actors.snapshots.client import drop
-from zbmd.training.checkpoint.index import SHARDS_NAME, Retention
+from zbmd.training.checkpoint.index import Retention
 from zbmd.training.checkpoint.sharded import open_state, read_names
 from zbmd.training.checkpoint.storage import Directory
 from zbmd.training.job.overwrite import holders_of
@@ -40,10 +41,6 @@ CHECKPOINT_BYTES_MIN = 100_000
 OFTEN, LONG = 5, 120
 EACH = tuple(range(3, LONG - 2))
 """The gates: before each step, so that a run is no faster than its checkpoints, until enough are written."""
-
-
-def saved_in(run: Path) -> int:
-    return read_names(run).version if (run / SHARDS_NAME).exists() else 0
 
 
 def require_whole(run: Path) -> None:

@@ -22,6 +22,7 @@ from support.jobs.held_runs import (
     kill_all,
     last_committed,
     open_gate,
+    saved_in,
     started,
     undisturbed,
     weights_of,
@@ -109,10 +110,6 @@ def test_all_nodes_are_killed_at_once_and_the_next_run_has_the_same_bits(
 EVERY = 10
 FIRST, BETWEEN, BEYOND = 3, 19, 22
 """The gates: until the state is held, at the end of an interval, and after the checkpoint is handed over."""
-
-
-def saved_in(run: Path) -> int:
-    return read_names(run).version if (run / SHARDS_NAME).exists() else 0
 
 
 def test_a_checkpoint_that_was_handed_over_becomes_whole_without_ranks_and_launchers(

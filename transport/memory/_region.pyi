@@ -61,6 +61,40 @@ class ShmRegion:
         """Do what was submitted to the queue: for the queue alone."""
     def close(self) -> None: ...
 
+class SmallMessages:
+    """The messages of one chunk of a staged pipe: the base of `zbmd.transport.memory.staging.StagedPipe`."""
+
+    _sent: int
+    _received: int
+    _sends: int
+    _receives: int
+    """Threads that send, or receive, what is not small, or wait."""
+    def _open(
+        self,
+        own: Cells,
+        theirs: ShmRegion,
+        ring: NDArray[Any],
+        channel: int,
+        chunks: int,
+        head: int,
+        most: int,
+    ) -> None:
+        """head: bytes of a slot before its message. most: bytes of a message that is small."""
+    def send(self, src: Buffer | NDArray[Any], *, deadline_ns: int = 0) -> None:
+        """Send one message, of 0 bytes or more; `src` may be reused at once. Blocks, without the GIL, while
+        the peer's ring is full.
+
+        Raises `PeerLost`, `DeadlineExceeded` (CLOCK_MONOTONIC has passed `deadline_ns`; 0: none) and
+        `LocalProtocolError` on a buffer that is not C-contiguous. After an error the pipe is of no more use:
+        a part of the message may have left.
+        """
+
+    def receive(self, into: Buffer | NDArray[Any], *, deadline_ns: int = 0) -> None:
+        """Fill `into` with the next message, which must have its size. Blocks until it is all there.
+
+        Raises as `send`, and `RemoteProtocolError` on a message of another size.
+        """
+
 def copy(into: Buffer | NDArray[Any], src: Buffer | NDArray[Any], whole_bytes: int) -> None:
     """Copy as `put` and `get` do, without the GIL, between C-contiguous buffers of one size.
 

@@ -2,7 +2,7 @@
 """The compiled part of regions: copies into and out of peers' memory, and the notifications behind them."""
 
 from libc.stdint cimport uint32_t, uint64_t
-from libc.string cimport memmove
+from libc.string cimport memcpy, memmove
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer,
 )
@@ -12,7 +12,7 @@ from cpython.long cimport PyLong_AsLongLongAndOverflow
 from asyncio import _get_running_loop
 
 from zbmd.transport.native._native import Mapping
-from zbmd.transport.native._slots cimport ZBMD_MAX_SLOTS, slots_of, zbmd_base, zbmd_slots
+from zbmd.transport.native._slots cimport ZBMD_MAX_SLOTS, slots_of, zbmd_base, zbmd_load64, zbmd_slots
 from zbmd.transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from zbmd.transport.memory.transfer import DONE
 
@@ -100,6 +100,18 @@ cdef class Cells:
         if spins is None:
             self.learn(used < looks, used)
         return result
+
+    cdef void look(self, uint32_t slot, uint32_t channel, uint64_t value):
+        """Look for a notification as `wait` does before its thread parks."""
+        cdef zbmd_base base = self.base
+        cdef object keep = self.mapping
+        cdef uint32_t looks, used = 0
+        if zbmd_spin(base, slot, channel, value, LOOKS_HOLDING_GIL, &used) >= 0:
+            return
+        looks = self.budget()
+        with nogil:
+            zbmd_spin(base, slot, channel, value, looks, &used)
+        self.learn(used < looks, used)
 
     cdef uint32_t budget(self) noexcept:
         self.waits += 1
@@ -274,6 +286,98 @@ cdef class ShmRegion:
 
     def close(self):
         self.closed = True
+
+
+cdef class SmallMessages:
+    """The messages of one chunk of a staged pipe, as long as the next one need not wait for its slot.
+
+    Each goes by one call that keeps the GIL, so that two threads' messages cannot mix.
+    """
+
+    cdef public uint64_t _sent, _received
+    cdef public int _sends, _receives  # threads with a longer message, or that wait for one
+    cdef Cells own
+    cdef ShmRegion theirs
+    cdef char *ring
+    cdef uint32_t channel, chunks
+    cdef size_t stride, head, most
+
+    def __cinit__(self, *arguments, **options):
+        self._sent = self._received = 0
+        self._sends = self._receives = 0
+        self.theirs = None
+
+    def _open(self, Cells own not None, ShmRegion theirs not None, unsigned char[::1] ring not None, uint32_t channel,
+              uint32_t chunks, size_t head, size_t most):
+        if ring.shape[0] % chunks or head < sizeof(uint64_t) or <size_t>ring.shape[0] != theirs.nbytes:
+            raise LocalProtocolError("a ring has slots of one size, and both sides' rings have one size")
+        self.stride, self.head, self.most = ring.shape[0] // chunks, head, most
+        if head + most > self.stride or channel + 1 >= <uint32_t>ZBMD_CHANNELS or not theirs.writable:
+            raise LocalProtocolError("small messages need a slot each, and a ring that can be written to")
+        self.own, self.ring, self.channel, self.chunks = own, <char *>&ring[0], channel, chunks
+        self.theirs = theirs
+
+    cdef inline bint has_come(self, uint32_t channel, uint64_t value) noexcept:
+        return zbmd_load64(self.own.base, zbmd_cell_offset(self.theirs.slot, channel)) >= value
+
+    cdef bint sent(self, object src) except -1:
+        """Whether it was sent: if it is small, and the next slot is free."""
+        cdef ShmRegion to = self.theirs
+        cdef uint64_t number = self._sent
+        cdef Py_buffer view
+        cdef char *at
+        if to is None or self._sends or self.own.base == NULL or to.queue.deferred:
+            return False
+        if number >= self.chunks and not self.has_come(self.channel + 1, number - self.chunks + 1):
+            return False
+        to.usable(False)
+        _buffer(src, &view, PyBUF_SIMPLE)
+        if <size_t>view.len > self.most:
+            PyBuffer_Release(&view)
+            return False
+        at = to.start + number % self.chunks * self.stride
+        (<uint64_t *>at)[0] = view.len
+        memcpy(at + self.head, view.buf, view.len)
+        PyBuffer_Release(&view)
+        zbmd_notify_max(to.peer, to.our_slot, self.channel, number + 1, &to.hints[self.channel])
+        self._sent = number + 1
+        return True
+
+    cdef bint received(self, object into) except -1:
+        """Whether it was received: if it is small, has come by now, and has the size of `into`."""
+        cdef ShmRegion to = self.theirs
+        cdef uint64_t number = self._received
+        cdef Py_buffer view
+        cdef char *at
+        cdef bint fits
+        if to is None or self._receives or self.own.base == NULL or to.queue.deferred:
+            return False
+        if not self.has_come(self.channel, number + 1):
+            self._receives += 1
+            self.own.look(to.slot, self.channel, number + 1)
+            self._receives -= 1
+            if self._receives or number != self._received:
+                return False  # another thread came meanwhile
+            if self.own.base == NULL or not self.has_come(self.channel, number + 1):
+                return False
+        to.usable(False)
+        _buffer(into, &view, PyBUF_WRITABLE)
+        at = self.ring + number % self.chunks * self.stride
+        fits = <size_t>view.len <= self.most and (<uint64_t *>at)[0] == <uint64_t>view.len
+        if fits:
+            memcpy(view.buf, at + self.head, view.len)
+            zbmd_notify_max(to.peer, to.our_slot, self.channel + 1, number + 1, &to.hints[self.channel + 1])
+            self._received = number + 1
+        PyBuffer_Release(&view)
+        return fits
+
+    def send(self, object src, *, uint64_t deadline_ns=0):
+        if not self.sent(src):
+            self._send(src, deadline_ns)
+
+    def receive(self, object into, *, uint64_t deadline_ns=0):
+        if not self.received(into):
+            self._receive(into, deadline_ns)
 
 
 def copy(object into, object src, uint64_t whole_bytes):

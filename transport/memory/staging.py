@@ -21,7 +21,7 @@ from zbmd.transport.errors import (
     PeerLost,
     RemoteProtocolError,
 )
-from zbmd.transport.memory._region import copy
+from zbmd.transport.memory._region import ShmRegion, SmallMessages, copy
 from zbmd.transport.memory.region import RegionHandle, RemoteRegion, flat_bytes
 from zbmd.transport.memory.segment import Segment
 from zbmd.transport.native import _native
@@ -45,7 +45,7 @@ def chunk_bytes(nbytes: int) -> int:
     return min(CHUNK_BYTES_MAX, max(CHUNK_BYTES_MIN, -(-nbytes // (CHUNKS << 12)) << 12))
 
 
-class StagedPipe:
+class StagedPipe(SmallMessages):
     """Ordered messages between two processes, both ways at once: one thread may send, one receive.
 
     Both sides make one, exchange `handle`, and `connect`. It uses two of their channels: chunks are notified
@@ -64,8 +64,6 @@ class StagedPipe:
         self.handle: RegionHandle = own.regions.register(self._inbox)
         self._theirs: RemoteRegion | None = None
         self._peer = -1
-        self._sent = 0
-        self._received = 0
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
 
@@ -77,54 +75,59 @@ class StagedPipe:
             )
         self._theirs = theirs
         self._peer = theirs.handle.slot
+        if isinstance(theirs, ShmRegion):
+            self._open(self._own, theirs, self._inbox, self._channel, CHUNKS, _HEAD_BYTES, CHUNK_BYTES_MIN)
 
-    def send(self, src: Buffer | NDArray[Any], *, deadline_ns: int = 0) -> None:
-        """Send one message, of 0 bytes or more; `src` may be reused at once. Blocks, without the GIL, while
-        the peer's ring is full.
-
-        Raises `PeerLost`, `DeadlineExceeded` (CLOCK_MONOTONIC has passed `deadline_ns`; 0: none) and
-        `LocalProtocolError` on a buffer that is not C-contiguous. After an error the pipe is of no more use:
-        a part of the message may have left.
-        """
+    def _send(self, src: Buffer | NDArray[Any], deadline_ns: int) -> None:
         view = flat_bytes(src)
         with self._sending:
-            theirs, nbytes, begin = self._connected(), view.nbytes, 0
-            step = chunk_bytes(nbytes)
-            while True:
-                number = self._sent
-                if number >= CHUNKS:
-                    self._wait(self._channel + 1, number - CHUNKS + 1, deadline_ns)
-                at = number % CHUNKS * _STRIDE
-                if begin == 0:  # notified with the chunk itself: `number` has been notified before
-                    theirs.put(_LENGTH.pack(nbytes), at, channel=self._channel, value=number)
-                chunk = view[begin : begin + step]
-                theirs.put(chunk, at + _HEAD_BYTES, channel=self._channel, value=number + 1).wait(deadline_ns)
-                self._sent += 1
-                begin += step
-                if begin >= nbytes:
-                    return
+            self._sends += 1
+            try:
+                self._send_chunks(view, deadline_ns)
+            finally:
+                self._sends -= 1
 
-    def receive(self, into: Buffer | NDArray[Any], *, deadline_ns: int = 0) -> None:
-        """Fill `into` with the next message, which must have its size. Blocks until it is all there.
+    def _send_chunks(self, view: memoryview, deadline_ns: int) -> None:
+        theirs, nbytes, begin = self._connected(), view.nbytes, 0
+        step = chunk_bytes(nbytes)
+        while True:
+            number = self._sent
+            if number >= CHUNKS:
+                self._wait(self._channel + 1, number - CHUNKS + 1, deadline_ns)
+            at = number % CHUNKS * _STRIDE
+            if begin == 0:  # notified with the chunk itself: `number` has been notified before
+                theirs.put(_LENGTH.pack(nbytes), at, channel=self._channel, value=number)
+            chunk = view[begin : begin + step]
+            theirs.put(chunk, at + _HEAD_BYTES, channel=self._channel, value=number + 1).wait(deadline_ns)
+            self._sent += 1
+            begin += step
+            if begin >= nbytes:
+                return
 
-        Raises as `send`, and `RemoteProtocolError` on a message of another size.
-        """
+    def _receive(self, into: Buffer | NDArray[Any], deadline_ns: int) -> None:
         view = flat_bytes(into)
         with self._receiving:
-            theirs, nbytes, begin = self._connected(), view.nbytes, 0
-            step = chunk_bytes(nbytes)
-            while True:
-                number = self._received
-                self._wait(self._channel, number + 1, deadline_ns)
-                if begin == 0:
-                    self._require_length(number % CHUNKS, nbytes)
-                chunk = view[begin : begin + step]
-                copy(chunk, self._slots[number % CHUNKS][: chunk.nbytes], nbytes)
-                self._received += 1
-                theirs.notify(self._channel + 1, self._received)
-                begin += step
-                if begin >= nbytes:
-                    return
+            self._receives += 1
+            try:
+                self._receive_chunks(view, deadline_ns)
+            finally:
+                self._receives -= 1
+
+    def _receive_chunks(self, view: memoryview, deadline_ns: int) -> None:
+        theirs, nbytes, begin = self._connected(), view.nbytes, 0
+        step = chunk_bytes(nbytes)
+        while True:
+            number = self._received
+            self._wait(self._channel, number + 1, deadline_ns)
+            if begin == 0:
+                self._require_length(number % CHUNKS, nbytes)
+            chunk = view[begin : begin + step]
+            copy(chunk, self._slots[number % CHUNKS][: chunk.nbytes], nbytes)
+            self._received += 1
+            theirs.notify(self._channel + 1, self._received)
+            begin += step
+            if begin >= nbytes:
+                return
 
     def close(self) -> None:
         """Let go of the ring; the peer's memory is kept until its end is certain. Idempotent."""

@@ -105,6 +105,31 @@ def test_both_ways_at_once_from_threads(pipes: Pipes) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("nbytes", [8, 100_000])
+def test_threads_that_share_a_pipe_do_not_mix_their_messages(pipes: Pipes, nbytes: int) -> None:
+    """Small messages go by one call each, longer ones chunk by chunk; threads that wait let others come first."""
+    ours, theirs = pipes
+    taken: list[bytes] = []
+
+    def send(first: int) -> None:
+        for value in range(first, first + 80):
+            ours.send(bytes([value]) * nbytes)
+
+    def receive() -> None:
+        for _ in range(80):
+            into = bytearray(nbytes)
+            theirs.receive(into)
+            taken.append(bytes(into))
+
+    threads = [threading.Thread(target=send, args=(80 * i,)) for i in range(3)]
+    threads += [threading.Thread(target=receive) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == [bytes([value]) * nbytes for value in range(240)]
+
+
 def test_a_sender_waits_when_the_ring_is_full(pipes: Pipes) -> None:
     ours, theirs = pipes
     for number in range(CHUNKS):

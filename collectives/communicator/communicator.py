@@ -65,10 +65,6 @@ from zbmd.transport.cuda.api import CudaFault
 from zbmd.transport.errors import LocalProtocolError, UserError
 from zbmd.transport.memory.segment import PeerMemory, Segment
 
-_REDUCE: Final = Operation.REDUCE.value
-_BROADCAST: Final = Operation.BROADCAST.value
-_ALL_GATHER: Final = Operation.ALL_GATHER.value
-_GATHER: Final = Operation.GATHER.value
 _SCATTER: Final = Operation.SCATTER.value
 _REDUCE_SCATTER: Final = Operation.REDUCE_SCATTER.value
 _ALL_TO_ALL: Final = Operation.ALL_TO_ALL.value
@@ -313,24 +309,7 @@ class Communicator(FastPathCalls):
         self._uneven.all_reduce_many(arrays, op, algorithm, deadline_ns)
         return arrays
 
-    def reduce(
-        self,
-        x: Any,
-        root: int,
-        out: Any = None,
-        *,
-        op: str = "sum",
-        algorithm: str = "auto",
-        deadline_ns: int = 0,
-    ) -> Any:
-        """Combine every rank's `x`; rank `root` of the group gets the result in `out` (default: `x`).
-
-        Returns the result at the root and None elsewhere, where `x` stays intact and `out` is not used.
-        `algorithm`: auto, eager, direct, shared or tree.
-        """
-        done = self.fast_path.run(_REDUCE, x, out, op, algorithm, root, deadline_ns)
-        if done is not None:
-            return self._at_root(root, x if out is None else out) if done else self.fast_path_failed()
+    def _reduce(self, x: Any, root: int, out: Any, op: str, algorithm: str, deadline_ns: int) -> Any:
         given, at_root = as_placed(x, "x"), self._is_root(root)
         dtype, reduction = dtype_code(given.dtype), reduction_code(op, given.dtype)
         source, target = reduced_arrays(given, out) if at_root else (packed(given), None)
@@ -422,14 +401,7 @@ class Communicator(FastPathCalls):
         target.bring_home()
         return out
 
-    def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
-        """Every rank's `x` becomes that of rank `root` of the group. Any dtype without objects.
-
-        `algorithm`: auto, eager, direct or tree.
-        """
-        done = self.fast_path.run(_BROADCAST, x, None, "sum", algorithm, root, deadline_ns)
-        if done is not None:
-            return x if done else self.fast_path_failed()
+    def _broadcast(self, x: Any, root: int, algorithm: str, deadline_ns: int) -> Any:
         at_root, given = self._is_root(root), as_placed(x, "x")
         # The root's array is only read, so it need not be writeable.
         target = None if at_root else Target(given, "x", load=True)
@@ -445,17 +417,10 @@ class Communicator(FastPathCalls):
             target.bring_home()
         return x
 
-    def all_gather(self, x: Any, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
-        """Collect every rank's `x` into `out`, shape (size, *x.shape), in the order of the members.
+    def _new_gathered(self, x: Any) -> Any:
+        return new_output(x, lambda shape: (self.size, *shape))
 
-        `x` may be the rank's own part of `out`. Any dtype without objects. `algorithm`: auto, eager,
-        direct or ring.
-        """
-        if out is None:
-            out = new_output(x, lambda shape: (self.size, *shape))
-        done = self.fast_path.run(_ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns)
-        if done is not None:
-            return out if done else self.fast_path_failed()
+    def _all_gather(self, x: Any, out: Any, algorithm: str, deadline_ns: int) -> Any:
         given = as_placed(x, "x")
         result, target = output(out, (self.size, *given.shape), given)
         source = own_block(given, target, self.place)
@@ -476,20 +441,7 @@ class Communicator(FastPathCalls):
         """As `all_gather_v`, with the number of rows of each member, in their order."""
         return self._uneven.all_gather(x, algorithm, deadline_ns)
 
-    def gather(
-        self, x: Any, root: int, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0
-    ) -> Any:
-        """Collect every rank's `x` at rank `root` in `out`, shape (size, *x.shape), in the order of the
-        members.
-
-        Returns `out` at the root and None elsewhere, where `out` is not used. At the root `x` may be its part
-        of `out`. Any dtype without objects. `algorithm`: auto, eager or direct.
-        """
-        if out is None and root == self.place:
-            out = new_output(x, lambda shape: (self.size, *shape))
-        done = self.fast_path.run(_GATHER, x, out, "sum", algorithm, root, deadline_ns)
-        if done is not None:
-            return self._at_root(root, out) if done else self.fast_path_failed()
+    def _gather(self, x: Any, root: int, out: Any, algorithm: str, deadline_ns: int) -> Any:
         given, result, target = as_placed(x, "x"), None, None
         if self._is_root(root):
             result, target = output(out, (self.size, *given.shape), given)

@@ -144,7 +144,7 @@ class FastPath:
         """As `run`, unless operations wait for another thread: they come first."""
 
 class FastPathCalls:
-    """The call that is made most often: no Python frame lies between it and its fast path."""
+    """The calls that are made most often: no Python frame lies between them and their fast path."""
 
     fast_path: FastPath
 
@@ -157,8 +157,49 @@ class FastPathCalls:
         bxor, as far as the dtype has it (`reductions`). `algorithm`: auto, eager, direct, swap,
         ring, bidirectional_ring, halving_doubling, tree, double_tree or hierarchical.
         """
+    def reduce(
+        self,
+        x: Any,
+        root: int,
+        out: Any = None,
+        *,
+        op: str = "sum",
+        algorithm: str = "auto",
+        deadline_ns: int = 0,
+    ) -> Any:
+        """Combine every rank's `x`; rank `root` of the group gets the result in `out` (default: `x`).
+
+        Returns the result at the root and None elsewhere, where `x` stays intact and `out` is not used.
+        `algorithm`: auto, eager, direct, shared or tree.
+        """
+    def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
+        """Every rank's `x` becomes that of rank `root` of the group. Any dtype without objects.
+
+        `algorithm`: auto, eager, direct or tree.
+        """
+    def all_gather(self, x: Any, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0) -> Any:
+        """Collect every rank's `x` into `out`, shape (size, *x.shape), in the order of the members.
+
+        `x` may be the rank's own part of `out`. Any dtype without objects. `algorithm`: auto, eager,
+        direct or ring.
+        """
+    def gather(
+        self, x: Any, root: int, out: Any = None, *, algorithm: str = "auto", deadline_ns: int = 0
+    ) -> Any:
+        """Collect every rank's `x` at rank `root` in `out`, shape (size, *x.shape), in the order of the
+        members.
+
+        Returns `out` at the root and None elsewhere, where `out` is not used. At the root `x` may be its part
+        of `out`. Any dtype without objects. `algorithm`: auto, eager or direct.
+        """
     def _all_reduce(self, x: Any, out: Any, op: str, algorithm: str, deadline_ns: int) -> Any:
-        """A call that is not for the fast path."""
+        """A call that is not for the fast path; the next ones likewise."""
+    def _reduce(self, x: Any, root: int, out: Any, op: str, algorithm: str, deadline_ns: int) -> Any: ...
+    def _broadcast(self, x: Any, root: int, algorithm: str, deadline_ns: int) -> Any: ...
+    def _all_gather(self, x: Any, out: Any, algorithm: str, deadline_ns: int) -> Any: ...
+    def _gather(self, x: Any, root: int, out: Any, algorithm: str, deadline_ns: int) -> Any: ...
+    def _new_gathered(self, x: Any) -> Any:
+        """Memory for what is gathered, beside `x`."""
     def fast_path_failed(self) -> NoReturn:
         """Raise what became of the fast path's call."""
 

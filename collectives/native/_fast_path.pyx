@@ -27,6 +27,10 @@ cdef extern from "numpy/arrayobject.h":
 cnp.import_array()
 
 cdef int ALL_REDUCE = Operation.ALL_REDUCE.value
+cdef int REDUCE = Operation.REDUCE.value
+cdef int BROADCAST = Operation.BROADCAST.value
+cdef int ALL_GATHER = Operation.ALL_GATHER.value
+cdef int GATHER = Operation.GATHER.value
 cdef object NO_ROOT = -1  # as turns.py has it
 
 WAITING_MAX = 1024
@@ -413,6 +417,42 @@ cdef class FastPathCalls:
         if not done:
             self.fast_path_failed()
         return x if out is None else out
+
+    def reduce(self, x, object root, out=None, *, str op not None="sum", str algorithm not None="auto", uint64_t deadline_ns=0):
+        done = self.fast_path._run(REDUCE, x, out, op, algorithm, root, deadline_ns, 0, None)
+        if done is None:
+            return self._reduce(x, root, out, op, algorithm, deadline_ns)
+        if not done:
+            self.fast_path_failed()
+        return (x if out is None else out) if root == self.fast_path.group.rank else None
+
+    def broadcast(self, x, object root, *, str algorithm not None="auto", uint64_t deadline_ns=0):
+        done = self.fast_path._run(BROADCAST, x, None, "sum", algorithm, root, deadline_ns, 0, None)
+        if done is None:
+            return self._broadcast(x, root, algorithm, deadline_ns)
+        if not done:
+            self.fast_path_failed()
+        return x
+
+    def all_gather(self, x, out=None, *, str algorithm not None="auto", uint64_t deadline_ns=0):
+        if out is None:
+            out = self._new_gathered(x)
+        done = self.fast_path._run(ALL_GATHER, x, out, "sum", algorithm, NO_ROOT, deadline_ns, 0, None)
+        if done is None:
+            return self._all_gather(x, out, algorithm, deadline_ns)
+        if not done:
+            self.fast_path_failed()
+        return out
+
+    def gather(self, x, object root, out=None, *, str algorithm not None="auto", uint64_t deadline_ns=0):
+        if out is None and root == self.fast_path.group.rank:
+            out = self._new_gathered(x)
+        done = self.fast_path._run(GATHER, x, out, "sum", algorithm, root, deadline_ns, 0, None)
+        if done is None:
+            return self._gather(x, root, out, algorithm, deadline_ns)
+        if not done:
+            self.fast_path_failed()
+        return out if root == self.fast_path.group.rank else None
 
 
 cdef class BlockingCalls:

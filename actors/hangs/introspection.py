@@ -10,8 +10,10 @@ import msgspec
 from zbmd.actors.contracts import Contract, contract_tag
 from zbmd.actors.core.actor import Actor, on
 from zbmd.actors.core.cell import ActorCell
+from zbmd.actors.core.context import DeferredReply
 from zbmd.actors.core.peer import Peer
 from zbmd.actors.core.ref import Ref
+from zbmd.actors.errors import NoReply
 from zbmd.actors.hangs.loop_watch import LoopWatch
 from zbmd.actors.supervision.supervisor import Children, Supervisor, WhichChildren
 from zbmd.transport.errors import ZbmdError
@@ -110,11 +112,10 @@ class Inside(Actor):
     captured = False
 
     @on(InsideRequest)
-    async def look(self, message: InsideRequest) -> InsideReply:
+    async def look(self, message: InsideRequest) -> InsideReply | DeferredReply:
         """Answer, or ask who can."""
         if message.process != self.system.name:
-            there = self.system.ref(f"{message.process}/{INSIDE_ACTOR}")
-            return await there.ask(message, reply=InsideReply, timeout=2 * ASK_S)
+            return await self._ask(message)
         cells = self.system.cells()
         shown = cells
         if message.busiest:
@@ -134,6 +135,16 @@ class Inside(Actor):
             links=tuple(link_row(peer) for peer in self.system.linked()[:LINKS_SHOWN_MAX]),
             runs=tuple(_runs),
         )
+
+    async def _ask(self, message: InsideRequest) -> InsideReply | DeferredReply:
+        """Ask the process itself; the asker hears if it has ended, or does not answer in time."""
+        there = self.system.ref(f"{message.process}/{INSIDE_ACTOR}")
+        try:
+            return await there.ask(message, reply=InsideReply, timeout=2 * ASK_S)
+        except ZbmdError as error:
+            deferred = self.defer()
+            deferred.fail(NoReply(f"{message.process} cannot be looked into: {error}"))
+            return deferred
 
     async def _children(self, supervisor: Ref) -> SupervisorRow | None:
         try:

@@ -21,6 +21,7 @@ from typing import Final, NoReturn
 from zbmd.actors.process.template import serve_host
 from zbmd.transport.host.process import adopt_orphans, end_with_parent, set_process_name
 from zbmd.transport.host.threads import ONE_THREAD
+from zbmd.transport.memory.huge_pages import huge_page_variables
 
 # --- the reaper -------------------------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ def _be_new(environment: Mapping[str, str]) -> None:
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
-    variables = {**environment, **ONE_THREAD}  # it may be our own environment
+    variables = {**huge_page_variables(), **environment, **ONE_THREAD}  # it may be our own environment
     os.environ.clear()
     os.environ.update(variables)
     if not sys.flags.safe_path:

@@ -18,6 +18,7 @@ from zbmd.actors.process.early_template import EarlyTemplate, ForkedProcess
 from zbmd.actors.process.template import Forked, ForkExited, ForkFailed, ForkRequest, Ready, Reply
 from zbmd.transport.errors import RemoteProtocolError, UserError, ZbmdError
 from zbmd.transport.host.threads import ONE_THREAD
+from zbmd.transport.memory.huge_pages import huge_page_variables
 from zbmd.transport.shm.attach import close_all
 
 READY_S_MAX = 300.0
@@ -107,7 +108,8 @@ class TemplateClient:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
-                env={**environment, **ONE_THREAD},  # a pool that is started before a fork makes it unsafe
+                # A pool that is started before a fork makes it unsafe.
+                env={**huge_page_variables(), **environment, **ONE_THREAD},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the host alone, which decides
             )

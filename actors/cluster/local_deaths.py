@@ -32,6 +32,15 @@ def pid_space() -> str:
     return (link_name(Path("/proc/self/ns/pid")) or "")[:64]
 
 
+def memory_domain() -> str:
+    """Return the name of this host among processes that can share memory with this one, and only these.
+
+    They run under the same kernel and in the same network namespace, where abstract sockets are.
+    """
+    network = os.stat("/proc/self/ns/net").st_ino
+    return f"{boot_id() or os.uname().nodename}/{network}"
+
+
 def started(pid: int) -> int:
     """Return when a process started, in ticks since boot; 0 if it is gone."""
     fields = (read_text(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()

@@ -98,7 +98,7 @@ def _argv(case: LoopCase, address: str, *, number: int) -> list[str]:
     assert case.out is not None
     where = ["--nnodes", "1:2", "--rdzv-endpoint", address, "--node-rank", str(number)]
     how = ["-n", str(case.newcomers), "--on-loss", "shrink", "--arena", "32MiB", "--snapshots", "off"]
-    preload = [word for each in loop_case.PRELOAD for word in ("--preload", each)]
+    preload = ["--preload", ",".join(loop_case.PRELOAD)]
     target = [str(case.program), case.mode, str(case.out)]
     if case.counts is not None:
         target = ["-m", small_job.__name__, str(case.counts), *target]

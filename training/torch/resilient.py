@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from zbmd.collectives.torch.backend import modules
 from zbmd.collectives.torch.work import as_torch_error
 from zbmd.training.checkpoint.blocks import Codec
 from zbmd.training.checkpoint.index import KEEP_DEFAULT, Retention
@@ -16,6 +17,8 @@ from zbmd.training.torch.durable.checkpoints import Options, Saves
 from zbmd.training.torch.durable.slow_ranks import require_choice
 from zbmd.training.torch.run import Run
 from zbmd.transport.errors import UserError, ZbmdError
+
+modules()  # where this module is imported before ranks are forked, a replacement finds them imported
 
 
 def resilient(

@@ -29,8 +29,7 @@ from zbmd.actors.bootstrap.attached.messages import (
     decode_answer,
     encode,
 )
-from zbmd.actors.cluster.jobs.hosted_job import memory_domain
-from zbmd.actors.cluster.local_deaths import pid_space
+from zbmd.actors.cluster.local_deaths import memory_domain, pid_space
 from zbmd.actors.rank.environment import RankEnvironment
 from zbmd.actors.view import RANKS_MAX
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError

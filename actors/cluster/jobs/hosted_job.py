@@ -36,7 +36,7 @@ from zbmd.actors.cluster.jobs.node_events import RankKey
 from zbmd.actors.cluster.jobs.node_machine import LocalJob
 from zbmd.actors.cluster.jobs.rank_processes import resident_bytes
 from zbmd.actors.cluster.jobs.reports import HostEvent, RankInfo, RankReport, SpareInfo
-from zbmd.actors.cluster.local_deaths import boot_id
+from zbmd.actors.cluster.local_deaths import memory_domain
 from zbmd.actors.cluster.state.job_table import Job, JobSpec
 from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
@@ -232,15 +232,6 @@ log: Final = structlog.stdlib.get_logger("zbmd.cluster.job")
 ON_HANG_VARIABLE: Final = "ZBMD_ON_HANG"
 KEEP_MEMORY_VARIABLE: Final = "ZBMD_KEEP_MEMORY"
 """`off`: the memory of a rank that is killed goes with it, as that of a lost host would."""
-
-
-def memory_domain() -> str:
-    """Return the name of this host among processes that can share memory with this one, and only these.
-
-    They run under the same kernel and in the same network namespace, where abstract sockets are.
-    """
-    network = os.stat("/proc/self/ns/net").st_ino
-    return f"{boot_id() or os.uname().nodename}/{network}"
 
 
 class JobHandler(Protocol):

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from zbmd.actors.cluster.jobs.hosted_job import memory_domain
+from zbmd.actors.cluster.local_deaths import memory_domain
 from zbmd.actors.cluster.node.contracts import ADMIN_ACTOR, ActorsAddressReply, ActorsAddressRequest
 from zbmd.actors.cluster.node.join import client_endpoint
 from zbmd.actors.cluster.node.persistent_state import read_running, state_path

@@ -43,7 +43,8 @@ from zbmd.transport.errors import UserError
 
 MODULE: Final = "zbmd.tools.lab.bench.training.loops"
 KINDS: Final = ("ddp", "fsdp2")
-PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
+PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient", "zbmd.tools.node.run")
+"""What `zbmd.torch.run` imports before it forks ranks, and what this module imports."""
 RANK_VARIABLE: Final = "ZBMD_LOOPS_RANK"
 """It is set where this module is to be a rank."""
 STEPS_BEFORE: Final = 4

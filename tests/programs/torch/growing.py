@@ -2,7 +2,8 @@
 
 Arguments: ddp, fsdp, or hybrid (replicas of two ranks each), the directory of its records, and the numbers of
 ranks to wait in: 1,2. If FIRST is set, whichever rank is 0 waits until a rank of this number or a higher one
-has come, and all tell the state that they end with. EXACT: the number of logical shares over DDP.
+has come, and all tell the state that they end with. EXACT: the number of logical shares over DDP. EARLY: the
+ranks from FIRST on are killed before they join.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -48,12 +50,20 @@ class Waits:
             until_others_than(members() if len(members()) == size else ())
 
     def _wait_for_newcomers(self, step: int, size: int) -> None:
-        """Wait until they are there, or were and are lost for good; a loss is to be dealt with first."""
-        latest = world().worker.latest
-        if step < 2 or dist.get_rank() or any(rank >= FIRST for rank in (*latest.ranks, *latest.lost)):
+        """Wait until they are there, or are lost for good, maybe before they were; losses come first."""
+        if step < 2 or dist.get_rank() or newcomers():
             return
         print(f"waits in a group of {size}", flush=True)
-        until_others_than(members())
+        before = members()
+        never = threading.Event()
+        while members() == before and not newcomers():
+            never.wait(0.02)
+
+
+def newcomers() -> list[int]:
+    """Return those of the job's newest view, and those that will not come (back)."""
+    latest = world().worker.latest
+    return [rank for rank in (*latest.ranks, *latest.lost) if rank >= FIRST]
 
 
 def members() -> tuple[int, ...]:
@@ -96,6 +106,8 @@ def tell_whole(model: Any, optimizer: Any) -> None:
 
 def main() -> None:
     """Train."""
+    if "EARLY" in os.environ and int(os.environ["RANK"]) >= FIRST:
+        os.kill(os.getpid(), signal.SIGKILL)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("zbmd")

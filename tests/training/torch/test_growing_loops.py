@@ -72,3 +72,19 @@ async def test_a_loop_takes_a_node_in_and_goes_on_when_that_is_killed(
     losses, sizes = ledger_of(out)
     assert [size for size, _ in itertools.groupby(sizes)] == [1, 2, 1]
     assert losses == (wanted if kind == "ddp" else pytest.approx(wanted, rel=1e-4))
+
+
+async def test_a_rank_that_is_killed_before_it_joins_leaves_a_loop_as_it_was(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """The view after its loss has the members that there were before it came."""
+    wanted, out = await undisturbed(tmp_path / "calm", "ddp"), nodes.directory / "out"
+    await nodes.form("n1")
+    elastic = ("--nnodes", "1:2", "--on-loss", "shrink", "-n", "1", "--env", "FIRST=1", "--env", "EARLY=1")
+    follower = await nodes.start("n1", "submit", "--follow", *elastic, PROGRAM, "ddp", str(out))
+    await follower.until("waits in a group of 1")
+    await nodes.up("n2", "--join", nodes.address("n1"))
+    await follower.until("job .* is ended, succeeded")
+    assert await follower.ended() == 0, str(follower)
+    losses, sizes = ledger_of(out)
+    assert sizes == [1] * STEPS and losses == wanted

@@ -11,6 +11,8 @@ import msgspec
 
 from zbmd.tools.cli.options import add_command, add_json
 from zbmd.tools.plan.quantities import shown_bytes
+from zbmd.training.model.graph.ir import PRECISION
+from zbmd.training.ops.cuda.table import MATMUL_PRECISIONS
 from zbmd.transport.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,6 +77,12 @@ def add_graph(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--sequences-per-shard", type=int, default=2, metavar="N", help="windows (default: %(default)s)"
     )
     step.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="default: %(default)s")
+    step.add_argument(
+        "--matmul-precision",
+        choices=MATMUL_PRECISIONS,
+        default="default",
+        help="of linear layers (default: %(default)s)",
+    )
     step.add_argument("--recompute", choices=("on", "off"), default="off", help="default: %(default)s")
     step.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     made.add_argument("--nodes", action="store_true", help="print all nodes, not those of one block")
@@ -95,6 +103,7 @@ def _graph(arguments: argparse.Namespace) -> int:
         sequences=arguments.sequences_per_shard,
         precision=PRECISIONS[arguments.precision],
         recompute=arguments.recompute == "on",
+        matmul_precision=arguments.matmul_precision,
     )
     fused = fuse(traced.graph, target="cuda" if arguments.device == "cuda" else "numpy")
     plans = plan_memory(traced.graph), plan_memory(fused.graph)
@@ -169,8 +178,9 @@ def _computation(graph: Graph, node: Node) -> str:
     made = ", ".join(str(graph.values[number]) for number in node.outputs)
     given = ", ".join(graph.values[number].name for number in node.inputs)
     body = f"  [{node.ops}]" if node.body else ""
-    form = node.attributes.get("form", node.body[0].attributes.get("form", "") if node.body else "")
-    return f"{made} = {node.op}{f' {form}' if form else ''}({given}){body}"
+    attributes = (node.body[0] if node.body else node).attributes
+    shown = "".join(f" {attributes[name]}" for name in ("form", PRECISION) if name in attributes)
+    return f"{made} = {node.op}{shown}({given}){body}"
 
 
 def _decisions(decisions: tuple[Decision, ...]) -> Iterator[str]:
@@ -199,14 +209,15 @@ def _kernels(graph: Graph) -> list[KernelUse]:
 
 def _used(graph: Graph, node: Node, gpu: str) -> Iterator[tuple[str, str]]:
     """Yield the kernels of a node, each with the reason, if it is a product or attention."""
-    from zbmd.training.ops.cuda.table import choose_attention, choose_product
+    from zbmd.training.ops.cuda.table import FP8, choose_attention, choose_product, product_kernel
 
     first = node.body[0] if node.body else node
     if first.op == "matmul":
         made = graph.values[node.outputs[-1]]
-        choice = choose_product(gpu, made.shape[-1])
-        kind = "bf16" if made.dtype == "bfloat16" else "f32"
-        yield f"{choice.prefix}_{first.attributes['form']}_{kind}", choice.reason
+        form, given = str(first.attributes["form"]), graph.values[first.inputs[0]].shape
+        depth = given[0 if form[0] == "t" else 1] if first.attributes.get(PRECISION) == FP8 else 0
+        choice = choose_product(gpu, made.shape[-1], fp8_depth=depth)
+        yield product_kernel(choice, form, "bf16" if made.dtype == "bfloat16" else "f32"), choice.reason
     elif node.op in ("attention", "attention_grad"):
         is_forward = node.op == "attention"
         rows, width = graph.values[node.inputs[0] if is_forward else node.outputs[0]].shape  # qkv's

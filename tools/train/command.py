@@ -29,6 +29,7 @@ from zbmd.training.checkpoint.storage import folder_of
 from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import Mesh, require_axes
 from zbmd.training.job.overwrite import claimed, drop_held, holders_of, make_new, remove_run
+from zbmd.training.ops.cuda.table import MATMUL_PRECISIONS
 from zbmd.training.optim import CURVES, OPTIMIZERS
 from zbmd.training.optim.mixed_precision import computing_dtype, storage_dtype
 from zbmd.training.pipeline.schedules import SCHEDULES
@@ -182,6 +183,13 @@ SETTINGS: Final = (
         "precision", "model", _precision, _OPTIONS.precision, "float32, float64, bf16 or f16: of weights"
     ),
     RecipeSetting("loss_scale", "model", _REAL, _OPTIONS.loss_scale, "that f16 begins with"),
+    RecipeSetting(
+        "matmul_precision",
+        "model",
+        _one_of(*MATMUL_PRECISIONS),
+        _OPTIONS.matmul_precision,
+        "of a GPU's linear layers: default, or fp8 on compute capability 9.0",
+    ),
     RecipeSetting("recompute", "model", _switch, False, "blocks keep their input alone: on or off"),
     RecipeSetting("actors", "model", _switch, False, "layers and operators are supervised actors: on or off"),
     RecipeSetting("steps", "batch and schedule", _WHOLE, _TRAINING.steps, "steps"),

@@ -455,7 +455,10 @@ class GPT:
         return self.operators.add(tape, x, self._dropout(tape, y, batch, site))
 
     def _head(self, tape: Tape, x: Tensor, table: Parameter) -> Tensor:
-        product: Operator = self._ops.tied_linear if self.is_tied else self.operators.linear
+        if self.is_tied:
+            product: Operator = self._ops.tied_linear
+        else:  # some operators compute logits in another precision than layers
+            product = getattr(self._ops, "head_linear", self.operators.linear)
         return product(tape, x, table)
 
     def _loss(self, tape: Tape, logits: Tensor, batch: Batch) -> Tensor:

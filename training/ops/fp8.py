@@ -22,9 +22,11 @@ from zbmd.transport.errors import UserError
 Array = npt.NDArray[Any]
 BLOCK: Final = 128
 """Columns of a block that has a scale of its own; its rows are 1, of activations, or 128, of weights."""
+DEPTH_STEP: Final = 16
+"""Elements that are read at once along the sums of a product."""
 SCALE_EXPONENT_MOST: Final = 60
 """Of either sign: the product of two inverse scales is then a normal float32."""
-_TINY: Final = np.finfo(np.float32).tiny
+_TINY: Final = np.float32(np.finfo(np.float32).tiny)
 
 
 class Format(Enum):
@@ -48,15 +50,15 @@ class Format(Enum):
             raise UserError("FP8 needs ml_dtypes: pip install 'zbmd[bfloat16]'.") from error
 
 
-def quantised(values: Array, scale: float, form: Format) -> Array:
-    """Return `values` times `scale`, rounded to nearest even.
+def quantised(values: Array, scale: float | Array, form: Format) -> Array:
+    """Return `values` times `scale`, one or that of each, rounded to nearest even.
 
     What is too large becomes the largest number of its sign. An infinity becomes NaN: as the largest number
     it would be hidden.
     """
     wide = values.astype(np.float32)
     with np.errstate(over="ignore"):
-        inside = np.clip(wide * np.float32(scale), -form.largest, form.largest)
+        inside = np.clip(wide * np.asarray(scale, np.float32), -form.largest, form.largest)
     return np.where(np.isinf(wide), np.float32(np.nan), inside).astype(form.dtype)
 
 
@@ -65,12 +67,15 @@ def scale_for(most: float, before: float, form: Format, *, margin: int = 0) -> f
 
     `before` if `most`, the largest magnitude seen, is zero, subnormal or not finite: then it says nothing.
     """
-    if not _TINY <= most < np.inf:
-        return before
-    fraction, exponent = np.frexp(np.float32(most))
+    return float(_scales_for(np.float32(most), np.float32(before), form, margin))
+
+
+def _scales_for(most: Any, before: Any, form: Format, margin: int = 0) -> Any:
+    fraction, exponent = np.frexp(most)
     room, top = np.frexp(np.float32(form.largest))
-    power = int(top) - int(exponent) - int(fraction > room) - margin
-    return float(2.0 ** max(-SCALE_EXPONENT_MOST, min(SCALE_EXPONENT_MOST, power)))
+    power = np.int32(top) - exponent - (fraction > room) - margin
+    found = np.ldexp(np.float32(1), np.clip(power, -SCALE_EXPONENT_MOST, SCALE_EXPONENT_MOST))
+    return np.where((most >= _TINY) & (most < np.inf), found, before)
 
 
 def quantised_blocks(values: Array, rows: int) -> tuple[Array, npt.NDArray[np.float32]]:
@@ -79,13 +84,41 @@ def quantised_blocks(values: Array, rows: int) -> tuple[Array, npt.NDArray[np.fl
     Each is the largest power of two by which the block stays in the range; 1 if its largest magnitude is
     zero, subnormal or not finite.
     """
-    scales = np.ones((-(-values.shape[0] // rows), -(-values.shape[1] // BLOCK)), np.float32)
-    found, wide = np.zeros(values.shape, Format.E4M3.dtype), values.astype(np.float32)
-    for y, x in np.ndindex(*scales.shape):
-        block = slice(y * rows, (y + 1) * rows), slice(x * BLOCK, (x + 1) * BLOCK)
-        scales[y, x] = scale_for(float(np.abs(wide[block]).max()), 1.0, Format.E4M3)
-        found[block] = quantised(wide[block], float(scales[y, x]), Format.E4M3)
-    return found, scales
+    (height, width), wide = values.shape, values.astype(np.float32)
+    down, across = -(-height // rows), -(-width // BLOCK)
+    padded = np.zeros((down * rows, across * BLOCK), np.float32)
+    padded[:height, :width] = np.abs(wide)
+    most = padded.reshape(down, rows, across, BLOCK).max(axis=(1, 3))
+    scales: npt.NDArray[np.float32] = _scales_for(most, np.float32(1), Format.E4M3).astype(np.float32)
+    return quantised(wide, spread(scales, rows, values.shape), Format.E4M3), scales
+
+
+def spread(scales: Array, rows: int, shape: tuple[int, ...]) -> Array:
+    """Return the scale of each element of a matrix whose blocks of `rows` rows have these."""
+    return np.repeat(np.repeat(scales, rows, axis=0), BLOCK, axis=1)[: shape[0], : shape[1]]
+
+
+def why_not_in_fp8(depth: int) -> str:
+    """Return why there is no kernel for products whose sums are over `depth` elements; empty if there is."""
+    if depth % DEPTH_STEP:
+        return f"FP8 needs sums over a multiple of {DEPTH_STEP} elements, not {depth}"
+    return ""
+
+
+def product_of_blocks(form: str, a: Array, b: Array) -> npt.NDArray[np.float32]:
+    """Return the product of two matrices whose blocks are rounded to E4M3, with float32 sums.
+
+    form: nn, of activations and weights; nt, of a gradient and weights; tn, of activations and a gradient,
+    whose sums are over their rows. Each letter says whether a matrix is transposed in memory.
+    """
+    left, right = a.T if form[0] == "t" else a, b if form[1] == "t" else b.T
+    made = list[Array]()
+    for matrix, rows in ((left, 1), (right, 1 if form == "tn" else BLOCK)):
+        q, scales = quantised_blocks(matrix, rows)
+        made.append(q.astype(np.float32) / spread(scales, rows, matrix.shape))
+    with np.errstate(invalid="ignore"):
+        found: npt.NDArray[np.float32] = made[0] @ made[1].T
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

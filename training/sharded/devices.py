@@ -24,6 +24,7 @@ from zbmd.training.ops.cuda.executor import (
     version_in_words,
 )
 from zbmd.training.ops.cuda.operators import DEPTH_MOST, DEPTHS
+from zbmd.training.ops.cuda.table import FP8, HOPPER
 from zbmd.training.optim import arrays_of
 from zbmd.training.optim.on_device import require_kernel
 from zbmd.training.sharded.activations import activations_needed
@@ -235,11 +236,23 @@ def _opened(
     choice = DeviceChoice.of(options.device, _visible(options.device), launched, lost_devices(os.environ))
     api = _usable(choice, shown)
     facts = api.facts()
+    if options.matmul_precision == FP8 and architecture_of(facts.compute_capability, facts.name) != HOPPER:
+        major, minor = facts.compute_capability
+        raise UserError(
+            f"--matmul-precision fp8 needs a GPU of compute capability 9.0, and {facts.name} has {major}."
+            f"{minor}: give default."
+        )
     _require_memory(api, device_bytes(options, config, mesh), choice, shown)
     where = f"device cuda:{choice.index} ({facts.name}, {facts.pci})"
     if choice.sharing > 1:
         where += f", shared by {choice.sharing} ranks"
-    return Executor(api, compile=FOUND[0].compile, sharing=choice.sharing), where
+    made = Executor(
+        api,
+        compile=FOUND[0].compile,
+        sharing=choice.sharing,
+        matmul_precision=options.matmul_precision,
+    )
+    return made, where
 
 
 def _require_memory(api: CudaApi, needs: tuple[int, int, int], choice: DeviceChoice, shown: str) -> None:

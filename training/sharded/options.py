@@ -15,6 +15,7 @@ from zbmd.training.config import GPTConfig, TrainingConfig
 from zbmd.training.job.mesh import SHARDED_AXIS, Mesh
 from zbmd.training.job.paced import require_every
 from zbmd.training.job.stragglers.policy import OnStraggler
+from zbmd.training.ops.cuda.table import MatmulPrecision
 from zbmd.training.optim.mixed_precision import SCALE_FIRST, LossScale, Precision, storage_dtype
 from zbmd.training.sharded.stages import Stages
 from zbmd.training.zero.options import STAGES, ZeroOptions
@@ -50,7 +51,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     `profile_ops`: the ops of each so-many-th step are profiled; 0: of none. `sample_every`: the model writes
     a text each so-many-th step; 0: none. `device`: cpu, cuda, cuda:N or auto, see
     `zbmd.training.sharded.devices`. `graph`: what a GPU computes: fused graphs of a step, or the ops of
-    its tape, one by one; the bits differ.
+    its tape, one by one; the bits differ. `matmul_precision`: what linear layers multiply in on a GPU.
     """
 
     out: Path
@@ -91,6 +92,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     sample_every: int = 0
     device: str = "cpu"
     graph: StepGraph = "fused"
+    matmul_precision: MatmulPrecision = "default"
 
     def __post_init__(self) -> None:
         if not self.zero and f"{SHARDED_AXIS}=" in self.mesh:
@@ -163,6 +165,11 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError("--tokens bpe: expected --data, a file, a directory or a glob to train on.")
         if self.on_straggler not in {one.value for one in OnStraggler}:
             raise UserError(f"--on-straggler: expected warn, rebalance or replace, got {self.on_straggler!r}")
+        if self.matmul_precision != "default" and not self.device.startswith("cuda"):
+            raise UserError(
+                f"--matmul-precision {self.matmul_precision} has kernels for GPUs alone: expected --device "
+                f"cuda, got {self.device}"
+            )
         self.retention.check()
         storage_of(self.checkpoint_to or self.out)
         LossScale.of(storage_dtype(self.precision), first=self.loss_scale)

@@ -19,6 +19,7 @@ from zbmd.tools.lab import ptx
 from zbmd.training import ops
 from zbmd.training.autograd.rng import Noise, random_words
 from zbmd.training.autograd.tape import Tape, Tensor
+from zbmd.training.ops import fp8
 from zbmd.training.ops.cuda.operators import ACTIVATIONS
 from zbmd.training.optim.clip import squared_as_kernel
 from zbmd.transport.cuda.api import ModuleImage
@@ -78,6 +79,10 @@ def by_numpy(launch: ModelLaunch) -> None:
             _attention_cached(launch)
         elif whole.startswith("attention"):
             _attention(name.replace("_wgmma", ""), int(kind), launch)
+        elif name in ("fp8_blocks", "fp8_of_rows"):
+            _multiply_blocks(1 if name == "fp8_of_rows" else fp8.BLOCK, KINDS[kind], launch)
+        elif name.startswith(("fp8_rows", "fp8_tiles")):
+            _quantise_blocks(name, KINDS[kind], launch)
         elif name.startswith(("matmul_", "wgmma_", "tma_")):
             _multiply(name.split("_")[1], KINDS[kind], launch)
         else:
@@ -104,19 +109,42 @@ def _multiply(form: str, kind: np.dtype[Any], launch: ModelLaunch) -> None:
     m, n, k = (int(one) for one in launch.arguments[3:6])  # type: ignore[arg-type]
     left = a.reshape(k, m).T if form[0] == "t" else a.reshape(m, k)
     right = b.reshape(n, k).T if form[1] == "t" else b.reshape(k, n)
-    c = left @ right * np.float32(launch.arguments[9])  # type: ignore[arg-type]
-    if launch.arguments[6] is not None:
-        c = c + _view(launch, 6)
-    if launch.arguments[8] is not None:
-        _view(launch, 8, BF16)[:] = c.reshape(-1).astype(BF16)
-    name = ACTIVATIONS[int(launch.arguments[10])]  # type: ignore[arg-type]
+    _finish(left @ right * np.float32(launch.arguments[9]), 6, kind, launch)  # type: ignore[arg-type]
+
+
+def _finish(c: Array, bias: int, kind: np.dtype[Any], launch: ModelLaunch) -> None:
+    """Write a product after its epilogue; bias: the number of its first argument."""
+    residual, before = bias + 1, bias + 2
+    if launch.arguments[bias] is not None:
+        c = c + _view(launch, bias)
+    if launch.arguments[before] is not None:
+        _view(launch, before, BF16)[:] = c.reshape(-1).astype(BF16)
+    name = ACTIVATIONS[int(launch.arguments[-1])]  # type: ignore[arg-type]
     if name.endswith("_grad"):
-        c = _sloped(name, c, _wide(_view(launch, 7, BF16)).reshape(m, n))
+        c = _sloped(name, c, _wide(_view(launch, residual, BF16)).reshape(c.shape))
     elif name:
         c = getattr(ops, name)(Tape(np), Tensor(c)).data
-    if launch.arguments[7] is not None and not name.endswith("_grad"):
-        c = c + _wide(_view(launch, 7, BF16)).reshape(m, n)
+    if launch.arguments[residual] is not None and not name.endswith("_grad"):
+        c = c + _wide(_view(launch, residual, BF16)).reshape(c.shape)
     _view(launch, 0, kind)[:] = c.reshape(-1).astype(kind)
+
+
+def _quantise_blocks(name: str, kind: np.dtype[Any], launch: ModelLaunch) -> None:
+    x = _rows(_view(launch, 2, kind), launch.arguments[4])
+    values, rows = x.T if name.endswith("turned") else x, fp8.BLOCK if "tiles" in name else 1
+    q, scales = fp8.quantised_blocks(values, rows)
+    _view(launch, 0, q.dtype)[:] = q.reshape(-1)
+    _view(launch, 1)[:] = scales.reshape(-1)
+
+
+def _multiply_blocks(rows: int, kind: np.dtype[Any], launch: ModelLaunch) -> None:
+    m, n, k = (int(one) for one in launch.arguments[3:6])  # type: ignore[arg-type]
+    found = list[Array]()
+    for number, outers, each in ((1, m, 1), (2, n, rows)):
+        q = _view(launch, number, fp8.Format.E4M3.dtype).reshape(outers, k).astype(np.float32)
+        scales = _view(launch, number + 5).reshape(-(-outers // each), -1)
+        found.append(q / fp8.spread(scales, each, q.shape))
+    _finish(found[0] @ found[1].T, 8, kind, launch)
 
 
 def _embedding(launch: ModelLaunch, kind: np.dtype[Any]) -> None:

@@ -42,6 +42,18 @@ def test_the_kernels_of_each_gpu_are_named_with_the_reason(capsys: pytest.Captur
     assert msgspec.json.decode(run(capsys, "--json", "--device", "cpu"))["kernels"] == []
 
 
+def test_products_in_fp8_are_named_and_so_is_why_others_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--matmul-precision", "fp8", "--vocabulary", "264")
+    assert "nn fp8(" in text
+    assert "fp8_blocks_bf16: wgmma of E4M3, with a scale for each block of both operands" in text
+    assert "fp8_of_rows_bf16: wgmma of E4M3" in text
+    assert "tma_nn_bf16: wgmma, with tiles brought by tensor maps" in text, "that of the logits"
+    assert "matmul_nn_bf16: FP8 needs compute capability 9.0: bf16, by mma.sync" in text
+    text = run(capsys, "--matmul-precision", "fp8", "--context", "20", "--sequences-per-shard", "1")
+    assert "FP8 needs sums over a multiple of 16 elements, not 20: bf16, by mma.sync" in text
+    assert "fp8_blocks_bf16" in text and "fp8_of_rows" not in text
+
+
 def test_json_has_the_whole_graph(capsys: pytest.CaptureFixture[str]) -> None:
     plan = msgspec.json.decode(run(capsys, "--json", "--device", "cpu", "--precision", "float32"))
     assert plan["traffic"] < plan["traced"]["traffic"]

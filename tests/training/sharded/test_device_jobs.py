@@ -140,6 +140,23 @@ def test_gpus_that_reach_each_other_exchange_directly_also_after_a_death(data: P
     assert 2 * launches < kernels, "each pass of a unit is replayed"
 
 
+def test_layers_multiply_in_fp8_with_the_same_bits_on_ranks_that_die(data: Path, tmp_path: Path) -> None:
+    """Nothing of FP8 is a state: scales are those of the values that are multiplied."""
+    given: dict[str, Any] = {"evaluate_every": 0, "checkpoint_every": 0, "matmul_precision": "fp8"}
+    code, calm, lines = _run(_options(tmp_path / "one", data, **given), 1)
+    assert code == 0, lines
+    killed = {faults.FAULT_VARIABLE: "rank1:zero.updated:2"}
+    options = _options(tmp_path / "two", data, zero=3, **given)
+    code, found, lines = _run(options, 2, restarts=2, environment=killed)
+    assert code == 0, lines
+    assert found["weights_sha256"] == calm["weights_sha256"]
+    plain = run_plain(_options(tmp_path / "cpu", data, device="cpu", plain=True))
+    assert abs(plain.loss_last - found["loss_last"]) < 3e-2
+    losses = [msgspec.json.decode(row) for row in (tmp_path / "one" / METRICS_NAME).read_bytes().splitlines()]
+    first, *_, last = [row["loss"] for row in losses if "loss" in row]
+    assert last < first
+
+
 def test_a_gpu_that_is_too_small_ends_the_job_before_it_begins(data: Path, tmp_path: Path) -> None:
     given = {modelled_gpu.MEMORY_VARIABLE: str(1 << 20)}
     code, _, lines = _run(_options(tmp_path / "small", data), 1, environment=given)

@@ -111,6 +111,21 @@ def test_a_recipe_that_gpus_cannot_train_says_why(
         assert executor is None and shown.startswith("device cpu: ")
 
 
+def test_fp8_needs_a_gpu_that_has_it(host: ModelHost) -> None:
+    in_fp8 = _changed(matmul_precision="fp8")
+    host.capability = (8, 6)
+    with pytest.raises(
+        UserError, match=r"fp8 needs a GPU of compute capability 9\.0, and Modelled GPU has 8\.6"
+    ):
+        _open(in_fp8)
+    host.capability = (9, 0)
+    executor, _ = _open(in_fp8)
+    assert executor.matmul_precision == "fp8"
+    for device in ("cpu", "auto"):
+        with pytest.raises(UserError, match=f"expected --device cuda, got {device}"):
+            _changed(matmul_precision="fp8", device=device).check()
+
+
 def test_drivers_and_devices_that_are_too_old_are_named(host: ModelHost) -> None:
     host.driver = 12040
     with pytest.raises(UserError, match=r"supports CUDA 12.4.* compiled by 13.0.* version 580"):

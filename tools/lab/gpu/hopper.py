@@ -14,7 +14,7 @@ import numpy as np
 from zbmd.training.autograd.array_module import bfloat16
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out
 from zbmd.training.ops.cuda.executor import Executor
-from zbmd.training.ops.cuda.operators import product_tiles
+from zbmd.training.ops.cuda.hopper.operands import tile_operands
 from zbmd.training.ops.cuda.table import HOPPER, HOPPER_ATTENTION, PORTABLE_ATTENTION
 from zbmd.training.ops.fp8 import DelayedScaling, Format, quantised
 from zbmd.transport.errors import UserError
@@ -52,7 +52,7 @@ def _products(run: Executor, form: str, size: int, rounds: int) -> str:
     both = [run.zeros((size, size), np.float32) for _ in range(2)]
     grid, name = (size // 256, size // 128), f"{form}_f32"
     run.launch(f"wgmma_{name}", grid, Out(both[0]), a, b, n, n, n, *_EPILOGUE)
-    maps = product_tiles(form, a, b)
+    maps = tile_operands(form, a, b)
 
     def work() -> None:
         run.launch(f"tma_{name}", grid, Out(both[1]), *maps, n, n, n, *_EPILOGUE)

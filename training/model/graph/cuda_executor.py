@@ -20,6 +20,7 @@ from zbmd.training.model.graph.ir import (
     ACTIVATIONS_OUT,
     EXCHANGES,
     GRADIENT,
+    PRECISION,
     SLOPE_OUT,
     Graph,
     Node,
@@ -29,6 +30,7 @@ from zbmd.training.model.graph.trace import Traced
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out, Pool
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.operators import CudaOperators, rows_by_token
+from zbmd.training.ops.cuda.table import FP8
 from zbmd.transport.errors import UserError
 
 SHAPES_TOLD: Final = 2
@@ -283,7 +285,7 @@ class CudaGraphRun:
         """Launch a product with what follows it, in the kernels' order: bias, activation, residual."""
         first, *rest = node.body or (node,)
         a, b = (self._held[number] for number in first.inputs)
-        made, given = first.outputs[0], dict[str, Any]()
+        made, given = first.outputs[0], dict[str, Any](in_fp8=first.attributes.get(PRECISION) == FP8)
         for one in rest:
             if one.op in ACTIVATIONS:
                 given["activation"] = one.op

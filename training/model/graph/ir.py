@@ -44,6 +44,8 @@ GRADIENT: Final = "grad "
 """Begins the name of the gradient of a parameter."""
 Source = Literal["input", "weight", "constant", "node"]
 Attribute = int | float | str
+PRECISION: Final = "precision"
+"""The attribute of a product whose operands are rounded to something else than their dtype."""
 
 
 class GraphFlawed(LocalProtocolError):

@@ -19,10 +19,12 @@ from zbmd.training import ops
 from zbmd.training.autograd.array_module import as_indices, bfloat16, widened
 from zbmd.training.autograd.rng import Noise
 from zbmd.training.autograd.tape import Tape, Tensor
-from zbmd.training.model.graph.ir import Attribute, Graph, Node, Value
+from zbmd.training.model.graph.ir import PRECISION, Attribute, Graph, Node, Value
 from zbmd.training.model.graph.memory import MemoryPlan
 from zbmd.training.model.graph.trace import Traced
 from zbmd.training.native import _kernels
+from zbmd.training.ops.cuda.table import FP8
+from zbmd.training.ops.fp8 import product_of_blocks, why_not_in_fp8
 
 Array = npt.NDArray[Any]
 POISON: Final = 0xFF
@@ -116,6 +118,8 @@ def _slope(kernel: Callable[[Array, Array], None]) -> Compute:
 
 def _matmul(_: GraphRun, given: Attributes, a: Array, b: Array) -> Array:
     form = str(given["form"])
+    if given.get(PRECISION) == FP8 and not why_not_in_fp8(a.shape[0 if form[0] == "t" else 1]):
+        return product_of_blocks(form, a, b)
     made: Array = np.matmul(a.T if form[0] == "t" else a, b.T if form[1] == "t" else b)
     return made
 

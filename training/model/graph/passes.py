@@ -230,6 +230,7 @@ class FusedPasses:
                 length=shape[1],
                 precision="bfloat16",
                 recompute=model.recompute,
+                matmul_precision=self.executor.matmul_precision,
                 splits=splits,
                 part=(model.part, model.shards.parts) if isinstance(model, PartOfGPT) else (0, 1),
             )

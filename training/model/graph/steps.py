@@ -104,6 +104,7 @@ class FusedSteps:
                 length=length,
                 precision="bfloat16",
                 recompute=model.recompute,
+                matmul_precision=self._run.matmul_precision,
             )
         graph = fuse(traced.graph, target="cuda").graph
         inputs, shared = BatchInputs(self._run, [graph]), SharedMemory(self._run)

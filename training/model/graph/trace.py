@@ -7,10 +7,10 @@ plays becomes a node. Attention is traced as scores, softmax and the mix of valu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, cast
+from types import MappingProxyType, ModuleType
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from zbmd.training.model.graph.ir import (
     GRADIENT,
     OWN_TARGETS,
     OWN_TOKENS,
+    PRECISION,
     SLOPE_IN,
     SLOPE_OUT,
     Attribute,
@@ -37,6 +38,7 @@ from zbmd.training.model.graph.ir import (
     Value,
 )
 from zbmd.training.model.tensor_parallel import ParallelGPT
+from zbmd.training.ops.cuda.table import FP8, MatmulPrecision
 
 Shape = tuple[int, ...]
 
@@ -174,8 +176,10 @@ def _data(array: SymbolicArray) -> Array:
 class TracingOperators:
     """The ops of `zbmd.training.ops`: each adds nodes, and a rule that adds those of its gradient."""
 
-    def __init__(self, builder: _Builder, dtype: np.dtype[Any]) -> None:
+    def __init__(self, builder: _Builder, dtype: np.dtype[Any], matmul_precision: MatmulPrecision) -> None:
         self._b = builder
+        self._in_layers: Final[dict[str, Attribute]] = {PRECISION: FP8} if matmul_precision == FP8 else {}
+        """Attributes of the products of layers."""
         self.dtype = dtype
         """Of activations."""
         self.sums = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
@@ -200,14 +204,28 @@ class TracingOperators:
 
     def linear(self, tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None = None) -> Tensor:
         """See `ops.linear`."""
+        return self._linear(tape, x, weight, residual, self._in_layers)
+
+    def head_linear(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        """See `ops.linear`: of the logits."""
+        return self._linear(tape, x, weight, None, {})
+
+    def _linear(
+        self,
+        tape: Tape,
+        x: Tensor,
+        weight: Parameter,
+        residual: Tensor | None,
+        given: Mapping[str, Attribute],
+    ) -> Tensor:
         a, w = _sym(x.data), _sym(weight.stored)
-        y = self._product("nn", a, w, again=True)
+        y = self._product("nn", a, w, again=True, given=given)
         if residual is not None:
             y = self._b.emit("add", [y, _sym(residual.data)], y.shape, y.dtype, again=True)
 
         def backward(dy: Array) -> None:
-            x.accumulate(_data(self._product("nt", _sym(dy), w)))
-            weight.receive(lambda out: self._write_product(out, "tn", a, _sym(dy)), lasting=True)
+            x.accumulate(_data(self._product("nt", _sym(dy), w, given=given)))
+            weight.receive(lambda out: self._write_product(out, "tn", a, _sym(dy), given), lasting=True)
             if residual is not None:
                 residual.accumulate(dy if weight.deferred is None else dy.copy())
 
@@ -219,7 +237,7 @@ class TracingOperators:
 
         def backward(dy: Array) -> None:
             x.accumulate(_data(self._product("nn", _sym(dy), w)))
-            table.receive(lambda out: self._write_product(out, "tn", _sym(dy), a))
+            table.receive(lambda out: self._write_product(out, "tn", _sym(dy), a, {}))
 
         return tape.record(_data(self._product("nt", a, w, again=True)), backward, table)
 
@@ -231,14 +249,19 @@ class TracingOperators:
         *,
         again: bool = False,
         dtype: np.dtype[Any] | None = None,
+        given: Mapping[str, Attribute] = MappingProxyType({}),
     ) -> SymbolicArray:
         rows = a.shape[1] if form[0] == "t" else a.shape[0]
         columns = b.shape[0] if form[1] == "t" else b.shape[1]
-        return self._b.emit("matmul", [a, b], (rows, columns), dtype or self.dtype, again=again, form=form)
+        attributes: dict[str, Attribute] = {"form": form, **given}
+        made: list[tuple[Shape, np.dtype[Any]]] = [((rows, columns), dtype or self.dtype)]
+        return self._b.emit_all("matmul", [a, b], made, again=again, **attributes)[0]
 
-    def _write_product(self, out: Array, form: str, a: SymbolicArray, b: SymbolicArray) -> None:
+    def _write_product(
+        self, out: Array, form: str, a: SymbolicArray, b: SymbolicArray, given: Mapping[str, Attribute]
+    ) -> None:
         into = _sym(out)
-        into.become(self._product(form, a, b, dtype=into.dtype))
+        into.become(self._product(form, a, b, dtype=into.dtype, given=given))
 
     def rms_norm(self, tape: Tape, x: Tensor, gain: Parameter) -> Tensor:
         """See `ops.rms_norm`."""
@@ -436,9 +459,9 @@ class _TracedGroup:
 class _TraceModule(ModuleType):
     """The array module of a trace: what a model makes itself is made by numpy, and becomes constants."""
 
-    def __init__(self, builder: _Builder, dtype: np.dtype[Any]) -> None:
+    def __init__(self, builder: _Builder, dtype: np.dtype[Any], matmul_precision: MatmulPrecision) -> None:
         super().__init__("zbmd_trace")
-        self.operators_of_device = TracingOperators(builder, dtype)
+        self.operators_of_device = TracingOperators(builder, dtype, matmul_precision)
         self.asarray, self.arange, self.tile, self.zeros = np.asarray, np.arange, np.tile, np.zeros
 
     @staticmethod
@@ -456,12 +479,18 @@ class Traced:
 
 
 def trace_step(
-    config: GPTConfig, *, sequences: int, length: int = 0, precision: str = "float32", recompute: bool = False
+    config: GPTConfig,
+    *,
+    sequences: int,
+    length: int = 0,
+    precision: str = "float32",
+    recompute: bool = False,
+    matmul_precision: MatmulPrecision = "default",
 ) -> Traced:
     """Return the forward and backward pass of one shard of `sequences` windows of `length` tokens.
 
     length: by default the model's context. precision: the dtype of weights, activations and gradients,
-    float32 or bfloat16; sums are float32.
+    float32 or bfloat16; sums are float32. matmul_precision: what layers multiply in.
     """
     return trace_units(
         config,
@@ -470,6 +499,7 @@ def trace_step(
         length=length,
         precision=precision,
         recompute=recompute,
+        matmul_precision=matmul_precision,
     )
 
 
@@ -483,6 +513,7 @@ def trace_units(
     recompute: bool = False,
     splits: bool = False,
     part: tuple[int, int] = (0, 1),
+    matmul_precision: MatmulPrecision = "default",
 ) -> Traced:
     """Return the passes of a run of units; see `trace_step`.
 
@@ -491,7 +522,7 @@ def trace_units(
     """
     dtype = bfloat16() if precision == "bfloat16" else np.dtype(precision)
     builder, (place, parts) = _Builder(), part
-    xp = _TraceModule(builder, dtype)
+    xp = _TraceModule(builder, dtype, matmul_precision)
     model = GPT(config, xp=xp, recompute=recompute)
     if parts > 1:
         group: Any = _TracedGroup(_TracedCollectives(builder), place, parts)

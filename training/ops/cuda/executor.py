@@ -20,7 +20,7 @@ import structlog
 
 from zbmd.training.ops.cuda.compiler import Compiler
 from zbmd.training.ops.cuda.device_array import Block, DeviceArray, Out, Pool
-from zbmd.training.ops.cuda.table import BY_NAME, PORTABLE, compile_source
+from zbmd.training.ops.cuda.table import BY_NAME, PORTABLE, MatmulPrecision, compile_source
 from zbmd.training.ops.cuda.timing import DEVICE_TO_HOST, HOST_TO_DEVICE, StepTimes, Timer
 from zbmd.transport.cuda.api import (
     CudaApi,
@@ -173,16 +173,24 @@ class Graph:
 class Executor:
     """One device as the engine uses it. Launches come from one thread; downloads from any.
 
-    compile: makes the module of a source for an architecture. sharing: ranks that use the device. Raises
-    `NoKernels` and `CudaFault`.
+    compile: makes the module of a source for an architecture. sharing: ranks that use the device.
+    matmul_precision: what linear layers multiply in. Raises `NoKernels` and `CudaFault`.
     """
 
-    def __init__(self, api: CudaApi, *, compile: CompileSource = compiled_here, sharing: int = 1) -> None:
+    def __init__(
+        self,
+        api: CudaApi,
+        *,
+        compile: CompileSource = compiled_here,
+        sharing: int = 1,
+        matmul_precision: MatmulPrecision = "default",
+    ) -> None:
         facts = api.facts()
         self.api: Final = api
         self.name: Final = facts.name
         self.architecture: Final = architecture_of(facts.compute_capability, facts.name)
         self.sharing: Final = sharing
+        self.matmul_precision: Final = matmul_precision
         self.stream: Final = api.stream_create()
         self.timer: Final = Timer(api, self.stream)
         self.launches = 0

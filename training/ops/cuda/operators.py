@@ -19,8 +19,15 @@ from zbmd.training.autograd.tape import Parameter, Tape, Tensor
 from zbmd.training.ops import EPSILON
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out
 from zbmd.training.ops.cuda.executor import Argument, Executor
-from zbmd.training.ops.cuda.table import BY_NAME, choose_attention, choose_product
-from zbmd.transport.cuda.tiles import DeviceTiles, TileLayout
+from zbmd.training.ops.cuda.hopper.operands import block_operands, tile_operands
+from zbmd.training.ops.cuda.table import (
+    BY_NAME,
+    FP8,
+    FP8_PRODUCTS,
+    choose_attention,
+    choose_product,
+    product_kernel,
+)
 from zbmd.transport.errors import LocalProtocolError
 
 DEPTH_MOST: Final = 256
@@ -32,10 +39,6 @@ RUN_ROWS: Final = 64
 ACTIVATIONS: Final = ("", "gelu", "squared_relu", "gelu_grad", "squared_relu_grad")
 """Of products, by the number that their kernels have for each; a gradient reads what the activation was
 given as `residual`."""
-_BOX_COLUMNS: Final = 64
-_BOX_ROWS: Final = {"n": (128, 64), "t": (64, 256)}
-"""Of the boxes of a, and of b, that `hopper/products_tma.cu` brings, by whether it is transposed."""
-
 i32, u32, u64, f32 = np.int32, np.uint32, np.uint64, np.float32
 
 
@@ -241,14 +244,26 @@ class CudaOperators:
     # ---- products
 
     def linear(self, tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None = None) -> Tensor:
-        """See `ops.linear`."""
+        """See `ops.linear`: in FP8, if the executor multiplies in it."""
+        return self._linear(tape, x, weight, residual, in_fp8=self.executor.matmul_precision == FP8)
+
+    def head_linear(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        """See `ops.linear`: of the logits, never in FP8."""
+        return self._linear(tape, x, weight, None, in_fp8=False)
+
+    def _linear(
+        self, tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None, *, in_fp8: bool
+    ) -> Tensor:
         a, w = _on_device(x.data), _on_device(weight.stored)
-        y = self._product("nn", a, w, residual=None if residual is None else _on_device(residual.data))
+        other = None if residual is None else _on_device(residual.data)
+        y = self._product("nn", a, w, residual=other, in_fp8=in_fp8)
 
         def backward(dy: Array) -> None:
             slope = _on_device(dy)
-            x.accumulate(_as_data(self._product("nt", slope, w)))
-            weight.receive(lambda out: self.multiply("tn", _on_device(out), a, slope), lasting=True)
+            x.accumulate(_as_data(self._product("nt", slope, w, in_fp8=in_fp8)))
+            weight.receive(
+                lambda out: self.multiply("tn", _on_device(out), a, slope, in_fp8=in_fp8), lasting=True
+            )
             if residual is not None:  # which may change what it is given
                 residual.accumulate(dy if weight.deferred is None else dy.copy())
 
@@ -266,12 +281,18 @@ class CudaOperators:
         return tape.record(_as_data(self._product("nt", a, w)), backward, table)
 
     def _product(
-        self, form: str, a: DeviceArray, b: DeviceArray, *, residual: DeviceArray | None = None
+        self,
+        form: str,
+        a: DeviceArray,
+        b: DeviceArray,
+        *,
+        residual: DeviceArray | None = None,
+        in_fp8: bool = False,
     ) -> DeviceArray:
         rows = a.shape[1] if form[0] == "t" else a.shape[0]
         columns = b.shape[0] if form[1] == "t" else b.shape[1]
         made = self.executor.empty((rows, columns), self.dtype)
-        self.multiply(form, made, a, b, residual=residual)
+        self.multiply(form, made, a, b, residual=residual, in_fp8=in_fp8)
         return made
 
     def multiply(
@@ -285,22 +306,25 @@ class CudaOperators:
         activation: str = "",
         before: DeviceArray | None = None,
         residual: DeviceArray | None = None,
+        in_fp8: bool = False,
     ) -> None:
         """Write activation(a b + bias) + residual to c, or a b times the slope of an activation at residual.
 
         form: of a and b, whether each is transposed in memory (t) or not (n). before: gets the values that
-        the activation is given.
+        the activation is given. in_fp8: as `fp8.product_of_blocks`, if there is a kernel.
         """
         (m, n), k = c.shape, a.shape[0 if form[0] == "t" else 1]
-        by = choose_product(self.executor.architecture, n)
+        by = choose_product(self.executor.architecture, n, fp8_depth=k if in_fp8 else 0)
         rows, columns = by.tile
-        self.executor.launch(
-            f"{by.prefix}_{form}_{c.kind}",
-            (-(-n // columns), -(-m // rows)),
-            *(Out(c), *(product_tiles(form, a, b) if by.is_tiled else (a, b)), i32(m), i32(n), i32(k)),
-            *(bias, residual, None if before is None else Out(before)),
-            *(f32(1.0), i32(ACTIVATIONS.index(activation))),
-        )
+        sizes, end = (i32(m), i32(n), i32(k)), (bias, residual, None if before is None else Out(before))
+        number, grid = i32(ACTIVATIONS.index(activation)), (-(-n // columns), -(-m // rows))
+        kernel = product_kernel(by, form, c.kind)
+        if by == FP8_PRODUCTS:
+            (left, of_left), (right, of_right) = block_operands(self.executor, form, a, b)
+            self.executor.launch(kernel, grid, Out(c), left, right, *sizes, of_left, of_right, *end, number)
+            return
+        operands = tile_operands(form, a, b) if by.is_tiled else (a, b)
+        self.executor.launch(kernel, grid, Out(c), *operands, *sizes, *end, f32(1.0), number)
 
     # ---- rows and elements
 
@@ -550,25 +574,6 @@ class CudaOperators:
         given: tuple[Argument, ...] = (dy, logs, delta, qkv, bias, *sizes)
         for name in ("keys", "queries"):
             run.launch(f"{by.prefix}_{name}_grad_{depth}", grid, Out(dqkv), *given)
-
-
-def product_tiles(form: str, a: DeviceArray, b: DeviceArray) -> tuple[DeviceTiles, DeviceTiles]:
-    """Return the tensor maps by which `hopper/products_tma.cu` reads the operands of a product."""
-    boxes = _BOX_ROWS[form[0]][0], _BOX_ROWS[form[1]][1]
-    left, right = (
-        DeviceTiles(
-            one.address,
-            TileLayout(
-                element="bf16",
-                rows=one.shape[0],
-                columns=one.shape[1],
-                box_rows=box_rows,
-                box_columns=_BOX_COLUMNS,
-            ),
-        )
-        for one, box_rows in zip((a, b), boxes, strict=True)
-    )
-    return left, right
 
 
 def _attention_sizes(

@@ -8,16 +8,21 @@ Hopper: `choose_product` and `choose_attention` are the rule between them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Final
+from typing import Final, Literal
 
 from zbmd.training.ops.cuda.compiler import Compiled, Compiler
+from zbmd.training.ops.fp8 import why_not_in_fp8
 
 PACKAGE: Final = __name__.rpartition(".")[0]
 PORTABLE: Final = ("sm_80", "sm_90a")
 HOPPER: Final = "sm_90a"
+MatmulPrecision = Literal["default", "fp8"]
+"""What linear layers multiply in: the dtype of activations, or E4M3 with a scale for each block."""
+MATMUL_PRECISIONS: Final[tuple[MatmulPrecision, ...]] = ("default", "fp8")
+FP8: Final = "fp8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +116,14 @@ def _fp8() -> list[KernelEntry]:
             source=source,
             block=256,
             registers=200,
+            shared=1024 if kinds.startswith("of_rows") else 0,
             dynamic=128 * 1024,
             architectures=hopper,
         )
-        for kinds in ("e4m3_e4m3_bf16", "e5m2_e4m3_bf16", "e4m3_e5m2_f32", "blocks_bf16")
+        for kinds in (
+            *("e4m3_e4m3_bf16", "e5m2_e4m3_bf16", "e4m3_e5m2_f32"),
+            *("blocks_bf16", "of_rows_f32", "of_rows_bf16"),
+        )
     ]
     found += [
         KernelEntry(
@@ -126,7 +135,7 @@ def _fp8() -> list[KernelEntry]:
             dynamic=128 * 129 * 4,
             architectures=hopper,
         )
-        for blocks, shared in (("rows", 0), ("tiles", 1024), ("tiles_turned", 1024))
+        for blocks, shared in (("rows", 0), ("rows_turned", 0), ("tiles", 1024), ("tiles_turned", 1024))
         for kind in ("f32", "bf16")
     ]
     return found
@@ -215,6 +224,7 @@ HOPPER_PRODUCTS: Final = Choice("tma", (128, 256), "wgmma, with tiles brought by
 NARROW_PRODUCTS: Final = Choice(
     "matmul", (128, 128), "mma.sync: at most 128 columns leave half of a tile of wgmma empty"
 )
+FP8_PRODUCTS: Final = Choice("fp8", (128, 128), "wgmma of E4M3, with a scale for each block of both operands")
 PORTABLE_ATTENTION: Final = Choice("attention", (64, 64), "mma.sync: wgmma needs compute capability 9.0")
 HOPPER_ATTENTION: Final = Choice("attention_wgmma", (128, 64), "wgmma, in tiles of 128 queries")
 SHORT_ATTENTION: Final = Choice(
@@ -222,11 +232,26 @@ SHORT_ATTENTION: Final = Choice(
 )
 
 
-def choose_product(architecture: str, columns: int) -> Choice:
-    """Return what computes a product with so many columns. All choices have the same bits."""
+def choose_product(architecture: str, columns: int, *, fp8_depth: int = 0) -> Choice:
+    """Return what computes a product with so many columns. All choices but FP8 have the same bits.
+
+    fp8_depth: elements that a sum is over, of a product that is asked for in FP8.
+    """
+    why_not = why_not_in_fp8(fp8_depth) if architecture == HOPPER else "FP8 needs compute capability 9.0"
+    if fp8_depth and not why_not:
+        return FP8_PRODUCTS
     if architecture != HOPPER:
-        return PORTABLE_PRODUCTS
-    return NARROW_PRODUCTS if columns <= PORTABLE_PRODUCTS.tile[1] else HOPPER_PRODUCTS
+        choice = PORTABLE_PRODUCTS
+    else:
+        choice = NARROW_PRODUCTS if columns <= PORTABLE_PRODUCTS.tile[1] else HOPPER_PRODUCTS
+    return replace(choice, reason=f"{why_not}: bf16, by {choice.reason}") if fp8_depth else choice
+
+
+def product_kernel(choice: Choice, form: str, kind: str) -> str:
+    """Return the kernel that computes a product by `choice`; see `CudaOperators.multiply`."""
+    if choice == FP8_PRODUCTS:
+        return f"fp8_of_rows_{kind}" if form == "tn" else f"fp8_blocks_{kind}"
+    return f"{choice.prefix}_{form}_{kind}"
 
 
 def choose_attention(architecture: str, length: int) -> Choice:

@@ -10,7 +10,14 @@ import pytest
 from support.devices.kernel_runs import empty, fixed, run, same, wide
 
 from zbmd.tools.lab.ptx.tensor_cores import multiply_add
-from zbmd.training.ops.fp8 import DelayedScaling, Format, ScalingConfig, quantised, quantised_blocks
+from zbmd.training.ops.fp8 import (
+    DelayedScaling,
+    Format,
+    ScalingConfig,
+    product_of_blocks,
+    quantised,
+    quantised_blocks,
+)
 
 Array = npt.NDArray[Any]
 NAMES = {Format.E4M3: "e4m3", Format.E5M2: "e5m2"}
@@ -140,14 +147,16 @@ def test_what_is_not_finite_reaches_its_row_and_column_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
-@pytest.mark.parametrize(("name", "rows"), [("rows", 1), ("tiles", 128), ("tiles_turned", 128)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("rows", 1), ("rows_turned", 1), ("tiles", 128), ("tiles_turned", 128)]
+)
 def test_blocks_are_rounded_with_scales_of_their_own(name: str, rows: int, kind: str) -> None:
     """Edges in both directions, magnitudes far apart, and a block with what is not finite."""
     shape = (144, 136)
     random = np.random.default_rng(0)
     values = random.standard_normal(shape) * 2.0 ** random.integers(-20, 20, (shape[0], 1))
     values[3, 5], values[140, 132], values[7] = np.nan, np.inf, 0.0
-    x, is_turned = fixed(values, kind), name == "tiles_turned"
+    x, is_turned = fixed(values, kind), name.endswith("turned")
     expected, scales = quantised_blocks(x.T if is_turned else x, rows)
     q, found = empty(expected.shape, "u1"), empty(scales.shape)
     grid = (-(-expected.shape[1] // DEPTH), -(-expected.shape[0] // DEPTH))
@@ -178,3 +187,53 @@ def test_a_product_of_blocks_has_the_bits_of_its_instructions() -> None:
     exact = wide_a @ wide_b.T + bias
     errors = np.linalg.norm(wide(c) - exact, axis=1) / np.linalg.norm(exact, axis=1)
     assert errors.max() < 0.06
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_a_gradient_of_weights_has_the_bits_of_its_instructions(kind: str) -> None:
+    """Sums over tokens: scales of rows of both operands, edges, and more steps than stages.
+
+    Magnitudes of tokens are far apart from block to block, and those of features within a block.
+    """
+    m, n, k = 40, 136, 4 * DEPTH + 48
+    random = np.random.default_rng(3)
+    of_tokens = np.repeat(2.0 ** random.integers(-9, 9, -(-k // DEPTH)), DEPTH)[:k]
+    wide_a, wide_b = (
+        random.standard_normal((rows, k)) * of_tokens * 2.0 ** random.integers(-9, 9, (rows, 1))
+        for rows in (m, n)
+    )
+    (a, by_row), (b, by_column) = quantised_blocks(wide_a, 1), quantised_blocks(wide_b, 1)
+    c = empty((m, n), kind)
+    given = (fixed(a.view("u1"), "u1"), fixed(b.view("u1"), "u1"), m, n, k, fixed(by_row), fixed(by_column))
+    run(f"fp8_of_rows_{kind}", (2, 1), [c], *given, None, None, None, 0)
+    sums = np.zeros((m, n), np.float32)
+    for step in range(by_row.shape[1]):
+        part = slice(step * DEPTH, (step + 1) * DEPTH)
+        factors = by_row[:, step, None] * by_column[:, step]
+        sums += _in_steps(a[:, part], b[:, part], ("e4m3", "e4m3")) / factors
+    np.testing.assert_array_equal(wide(c), wide(sums.astype(c.dtype)))
+    close = product_of_blocks("tn", np.ascontiguousarray(wide_a.T), np.ascontiguousarray(wide_b.T))
+    assert np.linalg.norm(wide(c) - close) < 4e-3 * np.linalg.norm(close)
+    # Each operand is off by at most 1/16 of it.
+    off = np.abs(wide(c) - wide_a @ wide_b.T)
+    assert (off <= 0.14 * (np.abs(wide_a) @ np.abs(wide_b).T)).all()
+
+
+def test_a_gradient_of_whole_tiles_wastes_nothing() -> None:
+    random, c = np.random.default_rng(4), empty((128, 128), "bf16")
+    (a, by_row), (b, by_column) = (quantised_blocks(random.standard_normal((128, 256)), 1) for _ in "ab")
+    given = (fixed(a.view("u1"), "u1"), fixed(b.view("u1"), "u1"), 128, 128, 256)
+    taken = run("fp8_of_rows_bf16", (1, 1), [c], *given, fixed(by_row), fixed(by_column), None, None, None, 0)
+    assert taken.counters.ratio(taken.counters.shared) == 1.0
+    assert taken.counters.ratio(taken.counters.sectors) <= 1.2  # scales lie a step apart
+
+
+@pytest.mark.parametrize("form", ["nn", "nt", "tn"])
+def test_what_is_not_finite_reaches_what_it_would_without_scales(form: str) -> None:
+    random = np.random.default_rng(5)
+    a, b = random.standard_normal((32, 32)), random.standard_normal((32, 32))
+    a[3, 5], b[7, 2] = np.nan, np.inf
+    found = product_of_blocks(form, a, b)
+    with np.errstate(invalid="ignore"):
+        wanted = (a.T if form[0] == "t" else a) @ (b.T if form[1] == "t" else b)
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(wanted))

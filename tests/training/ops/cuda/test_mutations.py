@@ -62,6 +62,20 @@ MUTATIONS = {
         *("fp8_tiles_turned_f32", "__syncthreads();  // the tile is there", ""),
         *(ptx.RaceFound, "no order"),
     ),
+    "FP8: no barrier before the scales of columns are read": (
+        *("fp8_of_rows_f32", "__syncthreads();  // tile `step`", "// tile `step`"),
+        *(ptx.PtxError, "no order|still writing|is not initialised"),
+    ),
+    "FP8: scales of columns that are overwritten while they are read": (
+        *("fp8_of_rows_f32", "by_column[step % 2][threadIdx.x] = ", "by_column[0][threadIdx.x] = "),
+        *(ptx.PtxError, "no order|initialised"),
+    ),
+    "FP8: a row of the gradient that is not checked": (
+        *("fp8_of_rows_f32", "if (row >= m) continue;", "", ptx.MemoryFault, "is outside"),
+    ),
+    "FP8: a column of the gradient that is not checked": (
+        *("fp8_of_rows_f32", "column < n ? inverse_of", "true ? inverse_of", ptx.MemoryFault, "is outside"),
+    ),
     "TMA: a tile that is not waited for": (
         *("tma_nt_f32", "barrier_wait(full + stage * 8, step / STAGES & 1);", ""),
         *(ptx.RaceFound, "earlier write by a bulk copy have no order"),
@@ -151,9 +165,8 @@ def test_a_planted_fault_is_found(name: str) -> None:
     entry, before, after, error, message = MUTATIONS[name]
     kernel = BY_NAME[entry]
     # One kernel of the source is enough.
-    pattern = (
-        rf"^((PRODUCT(8|_TMA|_OF)?|QUANTISE(_BLOCKS)?|UPDATE)\((?!{entry},).*|ATTENTION(_GRAD)?\(.*128\))$"
-    )
+    kinds = "PRODUCT(8|_TMA|_OF|_OF_BLOCKS)?|QUANTISE(_BLOCKS)?|UPDATE"
+    pattern = rf"^(({kinds})\((?!{entry},).*|ATTENTION(_GRAD)?\(.*128\))$"
     text = re.sub(pattern, "", read_source(kernel.source), flags=re.MULTILINE)
     operand = "float" if entry.startswith("tf32") else "bf16"
     wanted = f"PRODUCT_OF({operand}, {entry}, float, false, true)"
@@ -187,7 +200,8 @@ def _arguments(entry: str) -> list[Any]:
     shapes, result = ((m, k), (n, k)), ptx.Buffer(empty((m, n), entry.rpartition("_")[2]), initialised=False)
     if entry.startswith("fp8"):
         a, b = (ptx.Buffer(fixed(random.integers(0, 100, shape), "u1")) for shape in shapes)
-        scales = [ptx.Buffer(fixed([1.0])) for _ in "ab"]
+        each = (m * 5, n * 5) if "of_rows" in entry else (1, 1)
+        scales = [ptx.Buffer(fixed(np.ones(count))) for count in each]
         return [result, a, b, m, n, k, *scales, 0, 0, 0, 0]
     operand = "f32" if entry.startswith("tf32") else "bf16"
     left, right = (fixed(random.standard_normal(shape), operand) for shape in shapes)

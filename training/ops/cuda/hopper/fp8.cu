@@ -155,12 +155,16 @@ DEVICE void load_tile(u32 tile, const u8 *matrix, int first, int inner, int oute
     }
 }
 
+// Whose scales a product divides each DEPTH of its sums by: those of both tensors, at its end; of rows of a and tiles of b, as
+// for activations and weights; of rows of both, as for the gradient of weights, whose sums go over the tokens.
+enum Scales { OF_TENSORS, OF_ROWS_AND_TILES, OF_ROWS };
+
 // c (m, n) = a (m, k) times b (n, k) transposed. The accumulators of FP8 keep 13 bits of a fraction (docs/H100.md), so the
-// products of DEPTH are added up in float32 registers, with BLOCKS divided by their scales: of a row of a in scale_a, and of a
-// tile of b in scale_b.
-template <bool A5, bool B5, bool BLOCKS, typename T>
+// products of DEPTH are added up in float32 registers, divided by the scales of their blocks, if these have any.
+template <bool A5, bool B5, int SCALES, typename T>
 DEVICE void multiply(T *c, const u8 *a, const u8 *b, const float *scale_a, const float *scale_b, int m, int n, int k, const Epilogue &end) {
     extern __shared__ __align__(1024) u8 memory[];
+    __shared__ float by_column[2][TILE];  // of OF_ROWS: for b's rows, of this step and the one before
     u32 tiles = shared_address(memory);
     int group = threadIdx.x / 128, row0 = blockIdx.y * TILE, column0 = blockIdx.x * TILE;
     int steps = (k + DEPTH - 1) / DEPTH;
@@ -175,6 +179,10 @@ DEVICE void multiply(T *c, const u8 *a, const u8 *b, const float *scale_a, const
     float sums[64] = {}, part[64] = {};
     for (int step = 0; step < STAGES - 1; step++) load(step);
     for (int step = 0; step < steps; step++) {
+        if (SCALES == OF_ROWS && threadIdx.x < TILE) {
+            int column = column0 + threadIdx.x;
+            by_column[step % 2][threadIdx.x] = column < n ? inverse_of(scale_b[(u64)column * steps + step]) : 1.0f;
+        }
         copy_async_wait<STAGES - 2>();
         fence_for_wgmma();
         __syncthreads();  // tile `step` is there, and both warpgroups have ended the products of step - 1
@@ -187,14 +195,25 @@ DEVICE void multiply(T *c, const u8 *a, const u8 *b, const float *scale_a, const
         load(step + STAGES - 1);  // where the tile of step - 1 was
         float factors[2] = {1.0f, 1.0f};
 #pragma unroll
-        for (int half = 0; BLOCKS && half < 2; half++) {
+        for (int half = 0; SCALES != OF_TENSORS && half < 2; half++) {
             int row = row0 + threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4 + half * 8;
-            if (row < m) factors[half] = inverse_of(scale_a[(u64)row * steps + step]) * inverse_of(scale_b[(u64)blockIdx.x * steps + step]);
+            if (row >= m) continue;
+            factors[half] = inverse_of(scale_a[(u64)row * steps + step]);
+            if (SCALES == OF_ROWS_AND_TILES) factors[half] *= inverse_of(scale_b[(u64)blockIdx.x * steps + step]);
         }
         wgmma_wait<0>();
         wgmma_done(part);
 #pragma unroll
-        for (int i = 0; i < 64; i++) sums[i] += BLOCKS ? part[i] * factors[i / 2 % 2] : part[i];
+        for (int i = 0; i < 64; i += 2) {
+            float f = factors[i / 2 % 2], first = f, second = f;
+            if (SCALES == OF_ROWS) {
+                int column = i / 4 * 8 + threadIdx.x % 4 * 2;
+                Words2 of_columns = *(const Words2 *)&by_column[step % 2][column];
+                first *= __uint_as_float(of_columns.x), second *= __uint_as_float(of_columns.y);
+            }
+            sums[i] += SCALES == OF_TENSORS ? part[i] : part[i] * first;
+            sums[i + 1] += SCALES == OF_TENSORS ? part[i + 1] : part[i + 1] * second;
+        }
     }
     copy_async_wait<0>();
     __syncthreads();
@@ -221,11 +240,19 @@ DEVICE void multiply(T *c, const u8 *a, const u8 *b, const float *scale_a, const
                                                            const float *bias, const bf16 *residual, bf16 *before,  \
                                                            int activation) {                                       \
         float scale = inverse_of(*scale_a) * inverse_of(*scale_b);                                                 \
-        multiply<A5, B5, false, T>(c, a, b, 0, 0, m, n, k, {bias, residual, before, scale, activation});           \
+        multiply<A5, B5, OF_TENSORS, T>(c, a, b, 0, 0, m, n, k, {bias, residual, before, scale, activation});           \
     }
 #define QUANTISE_BLOCKS(name, TILES, TURNED, T)                                                                    \
     extern "C" __global__ void __launch_bounds__(256) name(u8 *q, float *scales, const T *x, int rows, int columns) { \
         quantise_blocks<TILES, TURNED, T>(q, scales, x, rows, columns);                                            \
+    }
+
+#define PRODUCT_OF_BLOCKS(name, T, SCALES)                                                                                \
+    extern "C" __global__ void __launch_bounds__(256) name(T *c, const u8 *a, const u8 *b, int m, int n, int k,              \
+                                                           const float *scale_a, const float *scale_b,                   \
+                                                           const float *bias, const bf16 *residual, bf16 *before,        \
+                                                           int activation) {                                             \
+        multiply<false, false, SCALES, T>(c, a, b, scale_a, scale_b, m, n, k, {bias, residual, before, 1.0f, activation}); \
     }
 
 QUANTISE(fp8_quantise_e4m3_f32, false, float)
@@ -239,12 +266,12 @@ PRODUCT8(fp8_e5m2_e4m3_bf16, bf16, true, false)
 PRODUCT8(fp8_e4m3_e5m2_f32, float, false, true)
 QUANTISE_BLOCKS(fp8_rows_f32, false, false, float)
 QUANTISE_BLOCKS(fp8_rows_bf16, false, false, bf16)
+QUANTISE_BLOCKS(fp8_rows_turned_f32, false, true, float)
+QUANTISE_BLOCKS(fp8_rows_turned_bf16, false, true, bf16)
 QUANTISE_BLOCKS(fp8_tiles_f32, true, false, float)
 QUANTISE_BLOCKS(fp8_tiles_bf16, true, false, bf16)
 QUANTISE_BLOCKS(fp8_tiles_turned_f32, true, true, float)
 QUANTISE_BLOCKS(fp8_tiles_turned_bf16, true, true, bf16)
-extern "C" __global__ void __launch_bounds__(256) fp8_blocks_bf16(bf16 *c, const u8 *a, const u8 *b, int m, int n, int k, const float *scale_a,
-                                                                  const float *scale_b, const float *bias, const bf16 *residual, bf16 *before,
-                                                                  int activation) {
-    multiply<false, false, true, bf16>(c, a, b, scale_a, scale_b, m, n, k, {bias, residual, before, 1.0f, activation});
-}
+PRODUCT_OF_BLOCKS(fp8_blocks_bf16, bf16, OF_ROWS_AND_TILES)
+PRODUCT_OF_BLOCKS(fp8_of_rows_f32, float, OF_ROWS)
+PRODUCT_OF_BLOCKS(fp8_of_rows_bf16, bf16, OF_ROWS)

@@ -97,7 +97,11 @@ def device_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> tuple[
     largest = 4 * max(config.vocabulary, 4 * config.width) * config.width // mesh.size(TENSOR_AXIS)
     exchanging = sum(mesh.size(axis) > 1 for axis in {TENSOR_AXIS, mesh.sharded_axis, DATA_AXIS})
     gradients += WINDOW_BYTES * exchanging
-    return state, gradients, activations_needed(options, config, mesh) // 2 + largest
+    activations = activations_needed(options, config, mesh) // 2 + largest
+    if options.matmul_precision == FP8:  # both operands of the largest product, and their scales
+        rows = options.training.sequences_per_shard * config.context
+        activations += 2 * 4 * config.width * (rows + config.width)
+    return state, gradients, activations
 
 
 def _whole_bytes(options: TrainOptions, config: GPTConfig, mesh: Mesh) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from zbmd.training.autograd.array_module import bfloat16
 from zbmd.training.ops.cuda.device_array import DeviceArray, Out
 from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.hopper.operands import tile_operands
+from zbmd.training.ops.cuda.operators import CudaOperators
 from zbmd.training.ops.cuda.table import HOPPER, HOPPER_ATTENTION, PORTABLE_ATTENTION
-from zbmd.training.ops.fp8 import DelayedScaling, Format, quantised
+from zbmd.training.ops.fp8 import DelayedScaling, Format, product_of_blocks, quantised
 from zbmd.transport.errors import UserError
 from zbmd.transport.native._native import now_ns
 
@@ -29,7 +30,9 @@ def kernels(run: Executor, size: int = SIZE, rounds: int = ROUNDS) -> str:
     """Compare each kernel for sm_90a; `size` is a multiple of 256. Raises `UserError` for a difference."""
     if run.architecture != HOPPER:
         raise UserError(f"{run.name} is no GPU of compute capability 9.0, for which these kernels exist")
-    found = [_products(run, form, size, rounds) for form in ("nn", "nt", "tn")]
+    found = [
+        check(run, form, size, rounds) for check in (_products, _fp8_of_layers) for form in ("nn", "nt", "tn")
+    ]
     return "; ".join([*found, _fp8(run, size, rounds), _attention(run, min(size // 2, 2048), rounds)])
 
 
@@ -46,21 +49,40 @@ def _timed(run: Executor, rounds: int, work: Callable[[], None]) -> float:
 
 
 def _products(run: Executor, form: str, size: int, rounds: int) -> str:
-    """The same bits by tensor maps as by cp.async."""
+    """Products by tensor maps and wgmma beside those by mma.sync."""
     random, n = np.random.default_rng(0), np.int32(size)
     a, b = (run.upload(random.standard_normal((size, size)).astype(bfloat16())) for _ in "ab")
     both = [run.zeros((size, size), np.float32) for _ in range(2)]
     grid, name = (size // 256, size // 128), f"{form}_f32"
-    run.launch(f"wgmma_{name}", grid, Out(both[0]), a, b, n, n, n, *_EPILOGUE)
+    run.launch(f"matmul_{name}", (size // 128, size // 128), Out(both[0]), a, b, n, n, n, *_EPILOGUE)
     maps = tile_operands(form, a, b)
 
     def work() -> None:
         run.launch(f"tma_{name}", grid, Out(both[1]), *maps, n, n, n, *_EPILOGUE)
 
     seconds = _timed(run, rounds, work)
-    if both[0].get().tobytes() != both[1].get().tobytes():
-        raise UserError(f"tma_{name} and wgmma_{name} differ in bits")
-    return f"TMA {form} {2 * size**3 / seconds / 1e12:.0f} TFLOP/s, the bits of cp.async"
+    portable, found = (one.get() for one in both)
+    error = float(np.abs(portable - found).max() / np.abs(portable).max())
+    if not error < 1e-5:
+        raise UserError(f"tma_{name} and matmul_{name} differ by {error:.1e} of the largest element")
+    beside = "the bits of mma.sync" if error == 0.0 else f"within {error:.1e} of mma.sync"
+    return f"TMA {form} {2 * size**3 / seconds / 1e12:.0f} TFLOP/s, {beside}"
+
+
+def _fp8_of_layers(run: Executor, form: str, size: int, rounds: int) -> str:
+    """A product of a layer in FP8, its operands rounded on the way, beside numpy's."""
+    random, ops = np.random.default_rng(1), CudaOperators(run)
+    values = [random.standard_normal((size, size)).astype(bfloat16()) for _ in "ab"]
+    a, b = map(run.upload, values)
+    c = run.zeros((size, size), bfloat16())
+    seconds = _timed(run, rounds, lambda: ops.multiply(form, c, a, b, in_fp8=True))
+    wide_a, wide_b = (one.astype(np.float32) for one in values)
+    some = wide_a[:, :128] if form[0] == "t" else wide_a[:128]
+    expected = product_of_blocks(form, some, wide_b)
+    error = float(np.abs(c.get()[:128].astype(np.float32) - expected).max() / np.abs(expected).max())
+    if not error < 1e-2:
+        raise UserError(f"a product {form} in FP8 differs by {error:.1e} of its largest element")
+    return f"FP8 of layers {form} {2 * size**3 / seconds / 1e12:.0f} TFLOP/s, within {error:.1e}"
 
 
 def _fp8(run: Executor, size: int, rounds: int) -> str:

@@ -171,18 +171,6 @@ KERNELS: Final[tuple[KernelEntry, ...]] = (
     ),
     *(
         KernelEntry(
-            name=f"wgmma_{form}_{kind}",
-            source="hopper/products.cu",
-            block=256,
-            registers=255,
-            dynamic=192 * 1024,
-            architectures=("sm_90a",),
-        )
-        for form in ("nn", "nt", "tn")
-        for kind in ("f32", "bf16")
-    ),
-    *(
-        KernelEntry(
             name=f"tma_{form}_{kind}",
             source="hopper/products_tma.cu",
             block=288,

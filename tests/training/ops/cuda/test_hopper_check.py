@@ -16,7 +16,9 @@ from zbmd.transport.errors import LocalProtocolError, UserError
 def test_the_kernels_for_sm_90a_pass_their_check() -> None:
     host = ModelHost(devices=1, run_kernel=by_interpreter, seed=0)
     told = kernels(Executor(host.process(), compile=compiled_here), size=256, rounds=1)
-    assert "TMA tn" in told and "the bits of cp.async" in told and "FP8" in told
+    assert (
+        "TMA tn" in told and "the bits of mma.sync" in told and "FP8" in told and "FP8 of layers tn" in told
+    )
     assert "attention" in told and "its gradient" in told
 
 
@@ -26,7 +28,7 @@ def test_the_check_fails_for_a_kernel_that_computes_nothing() -> None:
             by_interpreter(launch)
 
     host = ModelHost(devices=1, run_kernel=idle, seed=0)
-    with pytest.raises(UserError, match="tma_nn_f32 and wgmma_nn_f32 differ in bits"):
+    with pytest.raises(UserError, match="tma_nn_f32 and matmul_nn_f32 differ by"):
         kernels(Executor(host.process(), compile=compiled_here), size=256, rounds=1)
 
 

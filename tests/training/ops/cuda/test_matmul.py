@@ -17,7 +17,7 @@ from zbmd.training.autograd.tape import Tape, Tensor
 from zbmd.training.ops.cuda.operators import ACTIVATIONS
 
 Array = npt.NDArray[Any]
-TILES = {"matmul": (128, 128), "wgmma": (128, 256), "tma": (128, 256), "tf32": (128, 128)}
+TILES = {"matmul": (128, 128), "tma": (128, 256), "tf32": (128, 128)}
 BOXES = ({"n": (128, 64), "t": (64, 64)}, {"n": (64, 64), "t": (256, 64)})
 """Rows and columns of what `tma` brings of each operand at once, by whether it is transposed."""
 BY = pytest.mark.parametrize("by", TILES)

@@ -30,15 +30,6 @@ MUTATIONS = {
         *("tf32_nt_f32", "__syncthreads();  // tile `step`", "// tile `step`"),
         *(ptx.RaceFound, "still writing|no order"),
     ),
-    "no fence before wgmma": ("wgmma_nt_f32", "fence_for_wgmma();", "", ptx.RaceFound, "fence.proxy.async"),
-    "sums that are read before the wait": (
-        *("wgmma_nt_f32", "wgmma_wait<0>();", "wgmma_wait<1>();"),
-        *(ptx.UninitialisedRead, "wgmma has still to write it"),
-    ),
-    "a buffer of wgmma that is filled too early": (
-        *("wgmma_nt_f32", "load(step + STAGES - 2);", "load(step + STAGES - 1);"),
-        *(ptx.RaceFound, "still reading|no order"),
-    ),
     "FP8: no fence before wgmma": (
         *("fp8_e4m3_e4m3_bf16", "fence_for_wgmma();", "", ptx.RaceFound, "fence.proxy.async"),
     ),

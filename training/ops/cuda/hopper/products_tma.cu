@@ -1,4 +1,4 @@
-// Matrix products of bf16 by `wgmma` (sm_90a), as in products.cu, with tiles that the tensor memory accelerator brings: a
+// Matrix products of bf16 by `wgmma` (sm_90a), with float32 sums and tiles that the tensor memory accelerator brings: a
 // producer warp asks for them, and two warpgroups multiply. Each stage has a barrier that is full when its bytes have come,
 // and one that is empty when all consumers are done with it.
 #include "product_tiles.cuh"

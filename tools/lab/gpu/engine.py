@@ -213,6 +213,8 @@ MESHES: Final = (
     MeshCase(mesh="dp=2,fsdp=2", zero=3, fault="rank0:zero.norm:2"),
     MeshCase(mesh="pp=2,fsdp=2", zero=2, fault="rank3:pipeline.compute:12", layers=2),
     MeshCase(mesh="dp=2,tp=2", fault="rank1:job.begin:2", alike="tp=2", heads=2),
+    MeshCase(mesh="fsdp=2,tp=2", zero=3, fault="rank2:zero.updated:2", alike="tp=2", heads=2),
+    MeshCase(mesh="pp=2,tp=2", fault="rank3:job.begin:2", alike="tp=2", heads=2, layers=2),
 )
 
 

@@ -20,7 +20,7 @@ PACKAGE: Final = __name__.rpartition(".")[0]
 PORTABLE: Final = ("sm_80", "sm_90a")
 HOPPER: Final = "sm_90a"
 MatmulPrecision = Literal["default", "fp8"]
-"""What linear layers multiply in: the dtype of activations, or E4M3 with a scale for each block."""
+"""The precision of linear layers: the dtype of activations, or E4M3 with a scale for each block."""
 MATMUL_PRECISIONS: Final[tuple[MatmulPrecision, ...]] = ("default", "fp8")
 FP8: Final = "fp8"
 

@@ -19,7 +19,7 @@ _IN_BLOCKS: Final = {
     "nt": ("rows", "tiles"),
     "tn": ("rows_turned", "rows_turned"),
 }
-"""Which kernels of `fp8.cu` round both operands, by the form of a product."""
+"""The kernels of `fp8.cu` that round both operands, by the form of a product."""
 
 
 def tile_operands(form: str, a: DeviceArray, b: DeviceArray) -> tuple[DeviceTiles, DeviceTiles]:

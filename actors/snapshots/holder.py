@@ -28,6 +28,7 @@ from zbmd.actors.snapshots.machine import (
     Event,
     Hasten,
     Holder,
+    Leave,
     Perform,
     Release,
     Reply,
@@ -68,6 +69,10 @@ class HolderWork(Protocol):
 
         Raises `RemoteProtocolError` for what no rank may ask for; then they belong to the caller.
         """
+        ...
+
+    def leave(self, client: int) -> None:
+        """A client that has asked for work is lost: nothing more comes from it."""
         ...
 
     def hasten(self) -> None:
@@ -220,6 +225,9 @@ class HolderDriver:
                     os.close(memory)
                 case Perform():
                     self._perform(action)
+                case Leave(client=client):
+                    if self._work is not None:  # else its request was refused
+                        self._work.leave(client)
                 case Hasten():
                     assert self._work is not None, "it has begun work"
                     self._work.hasten()

@@ -95,6 +95,13 @@ class Perform:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """A client that has asked for work is lost: it says no more."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hasten:
     """The process is to end: work under way is to wait for nobody."""
 
@@ -106,7 +113,7 @@ class End:
     reason: str
 
 
-Action: TypeAlias = Reply | Release | Perform | Hasten | End | SetTimer
+Action: TypeAlias = Reply | Release | Perform | Leave | Hasten | End | SetTimer
 
 
 class HolderState(Enum):
@@ -130,6 +137,8 @@ class Holder:
         """The memory of each rank."""
         self._launcher, self._pid = client, pid
         self._is_busy = False
+        self._working = set[int]()
+        """The clients that have asked for work."""
         self._reason = ""
         """Why it ends, once work is over."""
         self._until_ns = 0
@@ -195,6 +204,7 @@ class Holder:
             case Work(payload=payload):
                 if self.state is HolderState.ENDING:
                     raise RemoteProtocolError(f"work for a process that ends: {self._reason}")
+                self._working.add(client)
                 return [Perform(client=client, payload=payload, arguments=memory)]
             case Drop():
                 return self._drop(client, request)
@@ -252,12 +262,14 @@ class Holder:
             raise RemoteProtocolError(f"{type(request).__name__} of a process that does not run the job")
 
     def _lost(self, client: int, now_ns: int) -> list[Action]:
+        left: list[Action] = [Leave(client=client)] if client in self._working else []
+        self._working.discard(client)
         if self.state is not HolderState.ATTACHED or client != self._launcher:
-            return []
+            return left
         if not self.held:
-            return self._end("its launcher ended before there was anything to hold")
+            return [*left, *self._end("its launcher ended before there was anything to hold")]
         self.state, self._until_ns = HolderState.ORPHANED, now_ns + self.idle_ns
-        return [SetTimer(at_ns=self._until_ns)]
+        return [*left, SetTimer(at_ns=self._until_ns)]
 
     def _end_later(self, reason: str) -> list[Action]:
         if not self._is_busy:

@@ -54,7 +54,7 @@ RUN_CHARACTERS_MAX = 4096
 """Of a command line, in what holds its state."""
 RANK_BYTES = 96 << 20
 """Approximate memory of a rank beside its arena: interpreter, inbox, rings."""
-SNAPSHOTS_PROGRAM = "zbmd.training.checkpoint.held"
+SNAPSHOTS_PROGRAM = "zbmd.training.run.snapshots"
 """Of a process that holds states, and writes checkpoints of them."""
 OWN_PACKAGE = "zbmd."
 OWN_JOBS = {

@@ -5,7 +5,8 @@ to write is copied, by the snapshot process of its host, which then writes it (`
 one of the ranks has none, by a thread of the rank, and written by another one (`checkpoint.writer`). That
 update waits for this copy alone: an update reads and writes all of the state, as a copy does, so a copy has
 the time of at least two. Votes of steps carry how far each rank has come, and whether all have a snapshot
-process.
+process. That publishes nothing before a rank has said that the step is committed: the one that writes the
+commit log once it has, on other hosts the one at the lowest place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, assert_never
 
 import numpy as np
@@ -54,13 +56,21 @@ class Checkpoints:
     """Writes the checkpoints of a run into the storage that all ranks share. For the training thread.
 
     Until a checkpoint is published, the previous one counts. Failures are reported, and end nothing. plan: of
-    what is trained; hosts: of the job.
+    what is trained; log: of its steps; hosts: of the job.
     """
 
     def __init__(
-        self, storage: Storage, plan: str, pacing: Pacing, *, retention: Retention, codec: Codec, hosts: int
+        self,
+        storage: Storage,
+        plan: str,
+        pacing: Pacing,
+        *,
+        log: Path,
+        retention: Retention,
+        codec: Codec,
+        hosts: int,
     ) -> None:
-        self._storage, self._plan, self._pacing = storage, plan, pacing
+        self._storage, self._plan, self._pacing, self._log = storage, plan, pacing, log
         self._retention, self._codec, self._hosts = retention, codec, hosts
         self._threads, self._room = WriterThreads(), CopyRoom()
         self._writer = CheckpointWriter(
@@ -79,6 +89,10 @@ class Checkpoints:
         """Whether all ranks have a snapshot process, as far as all know alike."""
         self._is_held = False
         """Whether such processes write the checkpoint that was begun last."""
+        self._speaks = False
+        """Whether this rank is to say what becomes of its step, and has not yet."""
+        self._committed = 0
+        """The last version that is committed, as far as this rank knows."""
         self._place = 0
 
     def state_in(self, kept: StampedSlots | None, worker: Worker) -> None:
@@ -117,8 +131,12 @@ class Checkpoints:
 
     # ---- epochs
 
-    def enter(self, world: Group) -> None:
-        """Begin in a new view; all members together. Raises as the group."""
+    def enter(self, world: Group, version: int) -> None:
+        """Begin in a new view, with `version`; all members together. Raises as the group."""
+        begun = self._writer.begun
+        if begun is not None and version < begun.version:
+            self._decided(is_committed=False)
+        self.committed(version - 1)  # whoever holds a version knows that those before it are
         mine = [secrets.randbits(64), self._is_there()]
         every = world.blocking.all_gather(np.array(mine, np.uint64))
         self._all_held = bool(all(each[1] for each in every))
@@ -129,10 +147,21 @@ class Checkpoints:
         self._token, self._place = token, place
         self._writer.handle(saving.NewView(first=place == 0))
 
+    def committed(self, version: int) -> None:
+        """All have voted for `version`, and it is in the commit log if this rank writes that."""
+        begun, self._committed = self._writer.begun, max(version, self._committed)
+        if begun is not None and self._committed >= begun.version:
+            self._decided(is_committed=True)
+
+    def _decided(self, *, is_committed: bool) -> None:
+        if self._speaks and self._is_held and self._line is not None:
+            self._speaks = False
+            self._line.decided(is_committed=is_committed)
+
     def abandon(self) -> None:
         """Drop a checkpoint that is not published, once nothing reads the state any more.
 
-        A snapshot process finishes one that all ranks have asked for.
+        A snapshot process finishes one that all ranks have asked for, if its step is committed.
         """
         self._stage()
         self._writer.give_up()
@@ -247,6 +276,7 @@ class Checkpoints:
             counter=counter,
             count=count,
             storage=where if url_of(where) else os.path.abspath(where),
+            log=os.path.abspath(self._log),
             plan=self._plan,
             loss_scale=begun.loss_scale,
             keep=retention.keep,
@@ -255,6 +285,8 @@ class Checkpoints:
             pieces=(),
         )
         line.save(request, pieces)
+        self._speaks = homes[world.rank] == world.rank
+        self.committed(self._committed)
         self._listen()
 
     def _homes(self, world: Group) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.stamped import StampedSlots
 from zbmd.training.redundancy.state_file import StateFile
 from zbmd.training.run.journal import adopted_report, report_losses, step_report
-from zbmd.training.run.ledger import CommitRecord, RunLog
+from zbmd.training.run.ledger import LOG_NAME, CommitRecord, RunLog
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import PeerLost, UserError
 from zbmd.transport.native._native import now_ns
@@ -113,6 +113,7 @@ class Job(Generic[ResultT]):
             options.storage,
             task.plan,
             pacing,
+            log=options.out / LOG_NAME,
             retention=options.retention,
             codec=options.codec,
             hosts=options.hosts,
@@ -385,7 +386,7 @@ class Job(Generic[ResultT]):
         trainer = self._trainer
         assert trainer is not None, "it was made before its state was agreed on"
         trainer.enter(groups, version)
-        self._checkpoints.enter(groups.world)
+        self._checkpoints.enter(groups.world, version)
         self._slow.enter(groups, trainer)
         if version > self._log.first:
             self._worker.report(adopted_report(version, groups.world.epoch))
@@ -429,11 +430,8 @@ class Job(Generic[ResultT]):
         wishes = self._wishes | self._checkpoints.begin_step(step, decides=self._is_lowest())
         following = self._following
         is_there = following is not None and following.done() and not following.cancelled()
-        keeper.asked = Agenda(
-            following.result().view.epoch if following and is_there else 0,
-            wishes,
-            (self._checkpoints.report,),
-        )
+        epoch = following.result().view.epoch if following and is_there else 0
+        keeper.asked = Agenda(epoch, wishes, (self._checkpoints.report,))
 
     def _stopped(self, groups: MeshGroups) -> JobEnd[ResultT]:
         """End the run before its last step, as was asked for; its state is saved, if it can be."""
@@ -564,6 +562,7 @@ class Job(Generic[ResultT]):
             self._log.append(found.record)
             faults.hit(LOGGED_POINT)
             self._note(found.record, found.done)
+        self._checkpoints.committed(version)
 
     def _note(self, record: CommitRecord, done: StepResult) -> None:
         """Report a step that is logged, and note what it took."""

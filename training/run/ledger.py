@@ -174,6 +174,15 @@ def read_log(path: Path) -> tuple[LogHeader, list[CommitRecord]]:
     return header, records
 
 
+def logged_in(path: Path, version: int) -> bool:
+    """Return whether a log has `version`, or begins after it. One that cannot be read has nothing."""
+    try:
+        last = read_record(path)
+        return version <= (read_header(path).base_version if last is None else last.version)
+    except UserError:
+        return False
+
+
 def read_header(path: Path) -> LogHeader:
     """Return the header of a commit log without reading its records. Raises as `read_log`."""
     with _errors_explained(path), contextlib.closing(_objects(path)) as objects:

@@ -128,6 +128,14 @@ def test_what_a_client_may_not_send_ends_its_connection_and_changes_nothing(even
     assert made.state is m.HolderState.ATTACHED and not made.held
 
 
+def test_work_hears_that_a_client_is_lost_which_has_asked_for_it() -> None:
+    made = orphan()
+    made.handle(asked(OTHER, Work(payload=b"write"), 20), now_ns=6)
+    assert made.handle(m.ClientLost(client=TOOL), now_ns=7) == []
+    assert made.handle(m.ClientLost(client=OTHER), now_ns=7) == [m.Leave(client=OTHER)]
+    assert made.handle(m.ClientLost(client=OTHER), now_ns=7) == []
+
+
 def test_it_does_not_end_in_the_middle_of_work_but_for_a_drop() -> None:
     made = orphan()
     work = made.handle(asked(OTHER, Work(payload=b"write"), 20), now_ns=6)

@@ -80,8 +80,8 @@ class Store:
 def asked(version: int, homes: tuple[int, ...], place: int) -> SaveShard:
     return SaveShard(
         version=version, stem=stem_of(version, version), rank=place, place=place, homes=homes, block="b",
-        counter=0, count=0, storage="store", plan="{}", loss_scale=(), keep=2, every=0, codec=Codec.NONE,
-        pieces=(),
+        counter=0, count=0, storage="store", log="log", plan="{}", loss_scale=(), keep=2, every=0,
+        codec=Codec.NONE, pieces=(),
     )  # fmt: skip
 
 

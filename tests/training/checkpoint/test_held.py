@@ -39,6 +39,7 @@ from zbmd.training.checkpoint.index import SHARDS_NAME
 from zbmd.training.checkpoint.sharded import Piece, open_state, stem_of
 from zbmd.training.checkpoint.writer import NICE_MAX, YIELDING, WriterThreads
 from zbmd.training.redundancy.stamped import STATE_BLOCK, StampedSlots, StateName
+from zbmd.training.run.ledger import LOG_FORMAT, LOG_NAME, CommitLog, CommitRecord, LogHeader
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.memory.kept import _ENTRY, file_of
@@ -67,7 +68,7 @@ class Rank:
         self.slots.slots[slot][:] = np.arange(ELEMENTS) + 1000 * self.rank + version
         self.slots.end(slot, version, 1)
 
-    def save(self, version: int, out: Path, *, token: int = 1, **more: object) -> None:
+    def save(self, version: int, out: Path, *, token: int = 1, commits: bool = True, **more: object) -> None:
         counter, count = self.slots.begun(version % 2)
         request = SaveShard(
             version=version,
@@ -79,6 +80,7 @@ class Rank:
             counter=counter,
             count=count,
             storage=str(out),
+            log=str(out.parent / LOG_NAME),
             plan="{}",
             loss_scale=(),
             keep=2,
@@ -92,6 +94,8 @@ class Rank:
         apart = np.full(ELEMENTS, 7 + self.rank, np.float32)  # lies in no memory that is held
         piece = Piece("w", cut, (self.slots.slots[version % 2], apart), ("weights", "mean"))
         assert self.line.is_there and self.line.save(SaveShard(**{**fields, **more}), [piece])  # type: ignore[arg-type]
+        if commits:
+            self.line.decided(is_committed=True)
 
 
 def test_the_thread_that_writes_yields_until_ranks_wait() -> None:
@@ -116,7 +120,7 @@ class Job:
         identity = JobIdentity(
             run="run", release="1", python="3", code="c", ranks=RANKS, arena_bytes=1, settings="s"
         )
-        program = "zbmd.training.checkpoint.held"
+        program = "zbmd.training.run.snapshots"
         self.keeper = SnapshotKeeper(run, lambda: identity, 60 * 10**9, self.said.append, program=program)
         self.ranks = [Rank(rank, self.keeper.job) for rank in range(RANKS)]
         self.memory = {rank.rank: rank.fd for rank in self.ranks}
@@ -224,6 +228,38 @@ async def test_one_that_a_rank_never_asks_for_gives_way_to_the_next(quick: None,
         for rank in range(RANKS):
             assert (await job.heard(rank, Event.PUBLISHED))[-1].header > 0
         assert saved(out)[0] == 4 and not [path for path in out.iterdir() if "-3-" in path.name]
+
+
+@pytest.mark.parametrize("has", ["told", "logged", "withdrawn", "lost"])
+async def test_a_checkpoint_is_published_once_its_step_is_committed(
+    quick: None, tmp_path: Path, has: str
+) -> None:
+    """Rank 0 says so; if it is lost before, the log does."""
+    out, log = tmp_path / "saved", tmp_path / LOG_NAME
+    async with started(tmp_path) as job:
+        for rank in job.ranks:
+            rank.save(3, out, commits=rank.rank == 1)  # which does not write the log
+        await until(lambda: len(list(out.glob("*.safetensors"))) == RANKS)
+        assert job.ranks[0].line.staged() and not (out / SHARDS_NAME).exists()
+        if has == "logged":
+            header = LogHeader(format=LOG_FORMAT, run_id="", base_version=2, plan="", seed=0)
+            with closing(CommitLog(log, header)) as logged:
+                logged.append(record(3))
+        if has in ("told", "withdrawn"):
+            job.ranks[0].line.decided(is_committed=has == "told")
+        else:
+            job.ranks[0].line.close()
+        (heard,) = await job.heard(1, Event.PUBLISHED, Event.GAVE_UP)
+        if has in ("told", "logged"):
+            assert heard.event is Event.PUBLISHED and saved(out)[0] == 3
+        else:
+            assert heard == Heard(stem_of(3, 1), Event.GAVE_UP) and not list(out.iterdir())
+
+
+def record(version: int) -> CommitRecord:
+    return CommitRecord(
+        version=version, epoch=1, members=(0,), shards={}, losses={}, rng_key=(0, 0), digest="", at_ns=1
+    )
 
 
 APART = (0, 1)
@@ -415,7 +451,7 @@ def bad_requests(good: SaveShard) -> Sequence[bytes]:
 def test_messages_are_checked() -> None:
     good = SaveShard(
         version=1, stem="s", rank=0, place=0, homes=(0, 0, 2, 2), block="b", counter=0, count=1,
-        storage="/", plan="", loss_scale=(1.0,), keep=1, every=0, codec=Codec.ZSTD, pieces=(),
+        storage="/", log="/log", plan="", loss_scale=(1.0,), keep=1, every=0, codec=Codec.ZSTD, pieces=(),
     )  # fmt: skip
     assert decode_shard(encode(good)) == good
     for bad in bad_requests(good):

@@ -192,6 +192,7 @@ def _held_messages() -> tuple[bytes, ...]:
         counter=144,
         count=5,
         storage="/saved",
+        log="/run/commits.zlog",
         plan="{}",
         loss_scale=(1.0,),
         keep=2,
@@ -199,7 +200,7 @@ def _held_messages() -> tuple[bytes, ...]:
         codec=Codec.NONE,
         pieces=(piece,),
     )
-    asked = (held.Save(), held.Ask("checkpoint-3", True))
+    asked = (held.Save(), held.Ask("checkpoint-3", True), held.Decided("checkpoint-3", True))
     return (
         *(b"\0" + held.encode(one) for one in asked),
         b"\1" + held.encode(held.Heard("checkpoint-3", held.Event.WROTE, 7)),

@@ -7,6 +7,8 @@ ranks use as well (`saving`), whoever dies meanwhile. If the ranks are on severa
 the shards of its own and a part of the index (`parts`), and whoever finds all parts in the storage that they
 share publishes the checkpoint (`gathering`): one of these processes, or the ranks, by their votes.
 
-`python -m zbmd.training.checkpoint.held` is that process: `actors.snapshots.holder` with `service`. `line` is
+Nothing is published before the commit log has its step (`commitment`).
+
+`python -m zbmd.training.run.snapshots` is that process: `actors.snapshots.holder` with `service`. `line` is
 a rank's connection to it.
 """

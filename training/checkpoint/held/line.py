@@ -17,6 +17,7 @@ from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint.blocks import DTYPE_NAMES
 from zbmd.training.checkpoint.held.messages import (
     Ask,
+    Decided,
     Event,
     Heard,
     HeldPiece,
@@ -131,6 +132,10 @@ class HeldLine:
         """Wait until the memory is copied; return False if the process is lost before."""
         return self._wait(lambda: self._is_copied, hurry=False)
 
+    def decided(self, *, is_committed: bool) -> None:
+        """Say that the step of the shard is committed, or that the ranks went back behind it."""
+        self._send(Decided(self._stem, is_committed))
+
     def settle(self) -> bool:
         """Wait for the end of the shard, for which all ranks wait; return False if the process is lost."""
         self._ask(hurry=True)
@@ -166,9 +171,12 @@ class HeldLine:
         return until()
 
     def _ask(self, *, hurry: bool) -> None:
+        self._send(Ask(self._stem, hurry))
+
+    def _send(self, what: Ask | Decided) -> None:
         if self._line is not None:
             try:
-                self._line.send(Work(payload=encode(Ask(self._stem, hurry))))
+                self._line.send(Work(payload=encode(what)))
             except PeerLost:
                 self._lose()
 

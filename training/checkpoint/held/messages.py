@@ -55,7 +55,8 @@ class SaveShard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     homes: for each place, the lowest one whose rank asks the same process. block: the name of
     the memory; counter, count: where in it a u64 changes before the version is overwritten, and its value.
-    storage: a directory or URL; keep, every: of `Retention`. attached: the bytes of arrays that came with it.
+    storage: a directory or URL; keep, every: of `Retention`; log: the commit log, as this host names it.
+    attached: the bytes of arrays that came with it.
     """
 
     version: int
@@ -67,6 +68,7 @@ class SaveShard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     counter: int
     count: int
     storage: str
+    log: str
     plan: str
     loss_scale: tuple[float, ...]
     keep: int
@@ -92,7 +94,7 @@ class SaveShard(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     def checkpoint(self) -> tuple[object, ...]:
         """Return what all shards of a checkpoint on a host have in common."""
-        return (*self.everywhere(), self.storage, self.keep, self.every, self.codec)
+        return (*self.everywhere(), self.storage, self.log, self.keep, self.every, self.codec)
 
     def everywhere(self) -> tuple[object, ...]:
         """Return what all shards of a checkpoint have in common; a directory may have other names."""
@@ -128,6 +130,13 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     hurry: bool
 
 
+class Decided(msgspec.Struct, frozen=True, array_like=True, tag="decided"):
+    """The step of the checkpoint `stem` is committed, or the ranks went back behind it."""
+
+    stem: str
+    is_committed: bool
+
+
 class Event(IntEnum):
     """A stage of a shard, as its rank hears of it."""
 
@@ -154,7 +163,7 @@ class Heard(msgspec.Struct, frozen=True, array_like=True, tag="heard"):
     reason: str = ""
 
 
-Asked: TypeAlias = Save | Ask
+Asked: TypeAlias = Save | Ask | Decided
 _asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
 _heard = msgspec.msgpack.Decoder(Heard)
 _shard = msgspec.msgpack.Decoder(SaveShard)

@@ -1,9 +1,13 @@
 """Writes the shards that ranks ask for, from the memory that is held, on threads of the snapshot process.
 
-    collecting: copied as ranks ask ──all of the host have asked──▶ writing ──▶ published, or given up
+    collecting: copied as ranks ask ──all of the host have asked──▶ writing ──step committed──▶ published
+                                                                       └──▶ given up, or dropped
 
 A checkpoint that all ranks have asked for is finished, whoever is lost then. One that a rank was lost before
 it could ask for never begins to be written: the next one takes its place. One is written at a time.
+
+What is written waits until its step is in the commit log (`commitment`), which the rank at the lowest place
+of the host says, or the log itself once nobody will say more.
 
 If other processes write the shards of other ranks, each of them writes a part of the index when its shards
 are durable, and the whole once it finds all parts (`gathering`).
@@ -14,10 +18,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final, assert_never
 
 import numpy as np
@@ -26,10 +31,12 @@ from zbmd.actors.snapshots.holder import HeldMemory
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.checkpoint import saving
 from zbmd.training.checkpoint.blocks import DTYPES
-from zbmd.training.checkpoint.held import gathering
+from zbmd.training.checkpoint.held import commitment, gathering
+from zbmd.training.checkpoint.held.commitment import Commitment
 from zbmd.training.checkpoint.held.gathering import Gathering
 from zbmd.training.checkpoint.held.messages import (
     Ask,
+    Decided,
     Event,
     Heard,
     Save,
@@ -62,6 +69,7 @@ READ_BYTES: Final = 64 << 20
 COPIERS_MAX: Final = 4
 """Threads that copy: a few have all of the memory's bandwidth."""
 COUNTER: Final = 8
+HELD_POINT: Final = faults.declare("shards.held", "when all shards of a host are durable, before its step is")
 
 
 @dataclass(slots=True)
@@ -74,23 +82,37 @@ class _Checkpoint:
     copies: dict[int, Future[list[Piece]]] = field(default_factory=dict)
     writer: CheckpointWriter | None = None
     hurried: bool = False
+    is_durable: bool = False
+    """Whether all shards of this host are."""
     is_last: bool = True
     """Whether nothing waits for it: a newer one, or the end of the process."""
+    said: deque[commitment.Event] = field(default_factory=deque)
+    """Not taken yet."""
     wake: threading.Event = field(default_factory=threading.Event)
-    """Set when one of these two has changed."""
+    """Set when one of these three has changed."""
 
     @property
     def teller(self) -> int:
         """The client that hears of failures: all ranks would say the same."""
         return self.clients[min(self.clients)]
 
+    def speaks(self, client: int) -> bool:
+        """Return whether a client is the rank that says what becomes of the step."""
+        return self.clients.get(self.first.homes[self.first.place]) == client
+
+    def say(self, event: commitment.Event) -> None:
+        """Take what is known of its step. For any thread."""
+        if event not in self.said:
+            self.said.append(event)
+        self.wake.set()
+
 
 class HeldCheckpoints:
-    """See the module. A `HolderWork`."""
+    """See the module. A `HolderWork`. logged: whether a commit log has a version."""
 
-    def __init__(self, held: HeldMemory) -> None:
+    def __init__(self, held: HeldMemory, logged: Callable[[Path, int], bool]) -> None:
         copiers = min(COPIERS_MAX, len(os.sched_getaffinity(0)))
-        self._held, self._lock = held, threading.Lock()
+        self._held, self._logged, self._lock = held, logged, threading.Lock()
         self._threads = WriterThreads(copiers=copiers, yields=True)
         self._collecting: _Checkpoint | None = None
         self._complete: deque[_Checkpoint] = deque()
@@ -105,11 +127,23 @@ class HeldCheckpoints:
                     raise RemoteProtocolError("a question with a descriptor")
                 self._hurry(stem, hurry=hurry)
                 self._tell(client, stem, Event.ALIVE)
+            case Decided(stem=stem, is_committed=is_committed):
+                if arguments is not None:
+                    raise RemoteProtocolError("a decision with a descriptor")
+                for one in self._of(stem):
+                    if one.speaks(client):
+                        one.say(commitment.Committed() if is_committed else commitment.Withdrawn())
             case Save():
                 if arguments is None:
                     raise RemoteProtocolError("a shard without its description")
                 request, attached = arguments_of(arguments)
                 self._save(client, request, arguments, attached)
+
+    def leave(self, client: int) -> None:
+        """See `HolderWork`."""
+        for one in self._of(None):
+            if one.speaks(client):
+                one.say(commitment.Deserted())
 
     def hasten(self) -> None:
         """See `HolderWork`."""
@@ -117,18 +151,23 @@ class HeldCheckpoints:
             self._leave_soon()
 
     def _leave_soon(self) -> None:
-        """Wait for the parts of other hosts no longer."""
+        """Wait for the parts of other hosts, and for the words of ranks, no longer."""
         for one in self._complete:
             one.is_last = False
-            one.wake.set()
+            one.say(commitment.Deserted())
+
+    def _of(self, stem: str | None) -> list[_Checkpoint]:
+        """Return the checkpoints of this name that are not over; None: of any."""
+        with self._lock:
+            every = [*self._complete, *([] if self._collecting is None else [self._collecting])]
+        return [one for one in every if stem in (None, one.first.stem)]
 
     def _tell(self, client: int, stem: str, event: Event, header: int = 0, reason: str = "") -> None:
         self._held.post(client, encode(Heard(stem, event, header, reason)))
 
     def _hurry(self, stem: str, *, hurry: bool) -> None:
+        every = self._of(stem) if hurry else []
         with self._lock:
-            begun = [*self._complete, *([] if self._collecting is None else [self._collecting])]
-            every = [one for one in begun if hurry and one.first.stem == stem]
             for one in every:
                 one.hurried = True
                 one.wake.set()
@@ -207,11 +246,10 @@ class HeldCheckpoints:
         assert writer is not None and writer.begun is not None, "it has begun"
         report, headers = writer.machine.report, writer.begun.headers
         match report.progress:
-            case saving.Progress.WROTE | saving.Progress.NO_SHARD if not first.together:
-                self._threads.writer.submit(self._gather, one, shared, headers)
             case saving.Progress.WROTE | saving.Progress.NO_SHARD:
-                if writer.machine.pending is not None:
-                    writer.handle(saving.Voted(tuple(_reports(headers, first.places))))
+                if writer.machine.pending is not None and not one.is_durable:
+                    one.is_durable = True
+                    self._threads.writer.submit(self._hold_back, one, shared, headers)
             case saving.Progress.PUBLISHED:
                 for place, client in one.clients.items():
                     self._tell(client, first.stem, Event.PUBLISHED, int(headers[place] or "0", 16))
@@ -230,6 +268,32 @@ class HeldCheckpoints:
         for client in one.clients.values():
             told = reason if client == one.teller else ""
             self._tell(client, one.first.stem, Event.GAVE_UP, reason=told)
+
+    # ---- until its step is committed
+
+    def _hold_back(self, one: _Checkpoint, shared: Shared, headers: Mapping[int, str]) -> None:
+        """Drive a `Commitment`; then publish the checkpoint, or the part of this host."""
+        machine, writer, first = Commitment(), one.writer, one.first
+        faults.hit(HELD_POINT)
+        while not machine.is_decided:
+            one.wake.wait()
+            one.wake.clear()
+            while one.said:
+                for action in machine.handle(one.said.popleft()):
+                    if action is commitment.Action.READ_LOG:
+                        is_logged = self._logged(Path(first.log), first.version)
+                        one.said.appendleft(commitment.Judged(is_logged))
+        assert writer is not None, "it has written"
+        if machine.state is commitment.State.DROPPED:
+            if first.together:
+                remove_unnamed(shared.storage, first.stem)
+            writer.give_up()
+            self._give_up(one, "")
+            self._over(one)
+        elif first.together:
+            writer.handle(saving.Voted(tuple(_reports(headers, first.places))))
+        else:
+            self._gather(one, shared, headers)
 
     # ---- with other hosts
 
@@ -337,7 +401,7 @@ def _check_spans(request: SaveShard, nbytes: int) -> None:
         raise RemoteProtocolError(f"rank {request.rank} asks for memory beyond its {nbytes} bytes")
 
 
-def _reports(headers: dict[int, str], places: int) -> Iterator[saving.Report]:
+def _reports(headers: Mapping[int, str], places: int) -> Iterator[saving.Report]:
     for place in range(places):
         header = headers[place]
         yield saving.Report(

@@ -30,6 +30,7 @@ from zbmd.training.job.paced import NotePace, PaceClock, Pacing, require_every
 from zbmd.training.job.signals import SIGNALS, signals_taken
 from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.redundancy.interface import Wish
+from zbmd.training.run.ledger import LOG_NAME
 from zbmd.transport.errors import UserError
 
 
@@ -106,7 +107,13 @@ class LoopCheckpoints:
         self._storage, self._run_id = saves.storage, run_id
         pacing = Pacing(saves.every, partial(PaceClock, out, first, hosts=hosts, begins=begins), note=note)
         self._checkpoints = Checkpoints(
-            self._storage, plan, pacing, retention=saves.retention, codec=saves.codec, hosts=hosts
+            self._storage,
+            plan,
+            pacing,
+            log=out / LOG_NAME,
+            retention=saves.retention,
+            codec=saves.codec,
+            hosts=hosts,
         )
         self._wishes = Wish.NOTHING
         """Requests of this rank to all, of signals."""

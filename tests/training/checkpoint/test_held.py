@@ -360,7 +360,9 @@ async def test_a_storage_that_cannot_be_used_is_told_once_and_given_up(quick: No
         assert [(each.event, each.reason) for each in job.ranks[1].line.heard()] == [(Event.GAVE_UP, "")]
 
 
-@pytest.mark.parametrize("point", ["shards.staged", "shards.write", "shards.written", "shards.index"])
+@pytest.mark.parametrize(
+    "point", ["shards.staged", "shards.write", "shards.written", "shards.held", "shards.index"]
+)
 async def test_a_process_that_is_killed_at_any_point_is_lost_to_all_ranks(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:

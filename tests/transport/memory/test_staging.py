@@ -107,7 +107,7 @@ def test_both_ways_at_once_from_threads(pipes: Pipes) -> None:
 
 @pytest.mark.parametrize("nbytes", [8, 100_000])
 def test_threads_that_share_a_pipe_do_not_mix_their_messages(pipes: Pipes, nbytes: int) -> None:
-    """Small messages go by one call each, longer ones chunk by chunk; threads that wait let others come first."""
+    """Small messages go by one call each, longer ones chunk by chunk; threads that wait let others first."""
     ours, theirs = pipes
     taken: list[bytes] = []
 

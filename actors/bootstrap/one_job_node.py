@@ -40,7 +40,7 @@ from zbmd.transport.errors import ZbmdError
 from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.tcp.address import TcpAddress
-from zbmd.transport.tcp.sockets import PortInUse, listen_on, resolve
+from zbmd.transport.tcp.sockets import PortInUse, free_port, listen_on, resolve
 
 NAME_CHARACTERS_MAX: Final = 64
 RANDOM_BITS: Final = 32
@@ -81,8 +81,10 @@ async def configured(bootstrap: Bootstrap, config: NodeConfig) -> NodeConfig:
         config, listen=listen, joins=bootstrap.join_addresses, founds=bootstrap.role is Role.FOUND
     )
     if bootstrap.role is Role.STORE:
-        port = bootstrap.port or await _free_port(listen)
-        return replace(config, listen=TcpAddress(host=bootstrap.local, port=port), joins=())
+        # Its address is in the store before it listens there.
+        listen = TcpAddress(host=bootstrap.local, port=bootstrap.port or free_port())
+        await _require_free(listen)
+        return replace(config, listen=listen, joins=())
     if bootstrap.role is not Role.HOLDER:
         return config
     join_address = bootstrap.join_addresses[0]
@@ -108,22 +110,17 @@ async def _is_here(join_address: TcpAddress, listen: TcpAddress) -> bool:
 
 async def _is_free(listen: TcpAddress) -> bool:
     try:
-        await _free_port(listen)
+        await _require_free(listen)
     except PortInUse:
         return False
     return True
 
 
-async def _free_port(listen: TcpAddress) -> int:
-    """The port of `listen`, or any, if it is free there. Raises `PortInUse` and other `UserError`s."""
+async def _require_free(listen: TcpAddress) -> None:
+    """Raise `PortInUse` if the port is taken there, and other `UserError`s."""
     found = await resolve(listen, now_ns() + derive().dial_ns, passive=True)
-    sockets = listen_on(found, asked=str(listen))
-    try:
-        port: int = sockets[0].getsockname()[1]
-        return port
-    finally:
-        for each in sockets:
-            each.close()
+    for each in listen_on(found, asked=str(listen)):
+        each.close()
 
 
 LEAVE_S: Final = 10.0

@@ -28,9 +28,9 @@ from zbmd.tools.bench.result import BenchResult, Contestant, Measurement, new_re
 from zbmd.tools.bench.run import rows_of
 from zbmd.tools.bench.run_ranks import run_ranks
 from zbmd.tools.bench.stats import ALONE, OURS, ROUNDS_MAX, iterations_for, parse_sizes, turns
-from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.options import add_sizes, add_turns, listed
 from zbmd.transport.errors import UserError
+from zbmd.transport.tcp.sockets import free_port
 
 ITERATIONS_MAX: Final = 300
 ELEMENT_BYTES: Final = 4

@@ -18,10 +18,10 @@ from typing import Final
 from zbmd.tools.chaos import loop_case, small_job
 from zbmd.tools.chaos.loop_case import LINES_MAX, LoopCase, environment_of, outcome_of
 from zbmd.tools.chaos.small_job import RUN_S_MAX, JobOutcome
-from zbmd.tools.cli.launch import free_port
 from zbmd.tools.node import cli
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.process import end_with_parent
+from zbmd.transport.tcp.sockets import free_port
 
 STATE_VARIABLE: Final = "ZBMD_STATE_DIR"
 WAITS: Final = "waits in a group"

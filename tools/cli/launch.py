@@ -15,7 +15,7 @@ from zbmd.tools.cli.settings import DEFAULT, parse_ranks
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import thread_share
 from zbmd.transport.host.topology.cpus import usable_cpus
-from zbmd.transport.tcp.sockets import PortInUse
+from zbmd.transport.tcp.sockets import PortInUse, free_port
 
 NAMESPACE_BYTES_MAX = 256
 SWITCHES = {
@@ -132,14 +132,6 @@ def check_master_port(settings: Settings, environment: Mapping[str, str]) -> Non
         f"{source} {port}: the port is in use on this host, perhaps by another run. Leave {source} away, and "
         "a free one is chosen, or give another port."
     )
-
-
-def free_port() -> int:
-    """A port that is free now: rank 0 of a script that wants `env://` listens on it."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _namespace() -> str:

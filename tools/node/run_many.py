@@ -47,7 +47,6 @@ from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.actors.snapshots.keeper import SnapshotKeeper
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
-from zbmd.tools.cli.launch import free_port
 from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
@@ -68,7 +67,7 @@ from zbmd.transport.clock.deadlines import SECOND_NS
 from zbmd.transport.errors import UserError, ZbmdError
 from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.tcp.address import parse_address, tcp_settings
-from zbmd.transport.tcp.sockets import PortInUse
+from zbmd.transport.tcp.sockets import PortInUse, free_port
 
 NAMED_MAX: Final = 16
 NOT_COMPARED: Final = ("environment", "code")

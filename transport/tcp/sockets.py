@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import errno
 import os
+import random
 import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from zbmd.transport.clock.deadlines import Deadlines
@@ -220,6 +222,32 @@ def listen_on(addresses: Sequence[Resolved], *, asked: str) -> list[socket.socke
             kind = PortInUse if error.errno == errno.EADDRINUSE else UserError
             raise kind(f"cannot listen at {asked}: {_listen_advice(error)}") from None
     raise AssertionError("the last try returns or raises")
+
+
+FREE_PORTS: Final = range(12_000, 29_000)
+"""Below these are ports of services, above them those of PyTorch, of Kubernetes' nodes and of the kernel."""
+KERNELS_PORTS: Final = (32_768, 60_999)
+"""Those that Linux gives out as it comes."""
+PORT_RANGE_FILE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port() -> int:
+    """Return a port that is free now, for a process that listens there later.
+
+    The kernel gives it to no process by itself, as it may meanwhile do with a port that it has chosen. Where
+    the kernel's own range leaves none, the kernel chooses.
+    """
+    try:
+        first, last = map(int, PORT_RANGE_FILE.read_text().split())
+    except OSError:
+        first, last = KERNELS_PORTS  # a sandbox may hide the file
+    ours = [port for port in FREE_PORTS if not first <= port <= last]
+    for port in (*random.SystemRandom().sample(ours, min(len(ours), PORT_TRIES_MAX)), 0):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            found: int = listener.getsockname()[1]
+            return found
+    raise UserError("expected a free TCP port on this host, found none; `ss -tanp` shows who has them")
 
 
 def _listen_on(addresses: Sequence[Resolved]) -> list[socket.socket]:

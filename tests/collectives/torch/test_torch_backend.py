@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zbmd.actors.view import OnLoss
-from zbmd.tools.cli.launch import free_port
+from zbmd.transport.tcp.sockets import free_port
 
 if TYPE_CHECKING:
     from support.jobs.torch_ranks import RunRanks

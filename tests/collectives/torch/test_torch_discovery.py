@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from programs import PROGRAMS
 
-from zbmd.tools.cli.launch import free_port
+from zbmd.transport.tcp.sockets import free_port
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [pytest.mark.optional, pytest.mark.slow]

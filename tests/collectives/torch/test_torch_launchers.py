@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from zbmd.tools.cli.launch import free_port
+from zbmd.transport.tcp.sockets import free_port
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [pytest.mark.optional, pytest.mark.slow]

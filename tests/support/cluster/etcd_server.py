@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-import socket
 import subprocess
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from zbmd.transport.tcp.sockets import free_port
+
 STARTS_MAX = 3
 PATIENCE_S = 180.0
 STEP_S = 0.05
-PORT_MIN = 12_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now. The kernel gives none of them to another process: it does so above these."""
-    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    found = list[int]()
-    for port in random.SystemRandom().sample(range(PORT_MIN, above), above - PORT_MIN):
-        if len(found) == count:
-            break
-        with socket.socket() as each, suppress(OSError):
-            each.bind(("", port))
-            found.append(port)
-    return found
+    """Return that many ports that are free now; see `free_port`."""
+    found = set[int]()
+    while len(found) < count:
+        found.add(free_port())
+    return [*found]
 
 
 class EtcdServer:

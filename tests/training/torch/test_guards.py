@@ -18,7 +18,7 @@ from support.jobs.guarded import GUARD, by_hand, guards_of, started, torchrun
 from support.jobs.resilient_loops import check_as_undisturbed, steps_in
 from support.jobs.resilient_loops import train as run_loop
 
-from zbmd.tools.cli.launch import free_port
+from zbmd.transport.tcp.sockets import free_port
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [pytest.mark.optional, pytest.mark.slow]

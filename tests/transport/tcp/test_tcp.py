@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -27,9 +28,10 @@ from zbmd.transport.link.interface import Endpoint
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.secure.protection import STRIPES_MAX, Protection, Purpose
 from zbmd.transport.tcp import connect as tcp
+from zbmd.transport.tcp import sockets
 from zbmd.transport.tcp.address import TcpAddress, TcpSettings, parse_address, source_of
 from zbmd.transport.tcp.link import TcpLink
-from zbmd.transport.tcp.sockets import connect, listen_on, resolve
+from zbmd.transport.tcp.sockets import connect, free_port, listen_on, resolve
 
 SHORT_NS = 100_000_000
 """A recovery budget by which little silence is a loss."""
@@ -224,6 +226,27 @@ def test_a_family_that_is_missing_is_left_out() -> None:
     (sock,) = listen_on(both, asked="a test")
     assert sock.family == socket.AF_INET
     sock.close()
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless there are only such: it chooses one then, as where all others are taken."""
+    kernels = tmp_path / "range"
+    monkeypatch.setattr(sockets, "PORT_RANGE_FILE", kernels)
+    kernels.write_text("20000\t60999\n")
+    found = [free_port() for _ in range(40)]
+    assert all(sockets.FREE_PORTS.start <= port < 20_000 for port in found)
+    assert len({*found}) > 1
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setattr(sockets, "FREE_PORTS", (taken.getsockname()[1],))
+        kernels.write_text("1024\t2048\n")
+        assert free_port() not in sockets.FREE_PORTS
+    monkeypatch.setattr(sockets, "FREE_PORTS", range(25_000, 29_000))
+    kernels.write_text("1024\t65535\n")
+    assert free_port() > 0
+    kernels.unlink()
+    assert free_port() in sockets.FREE_PORTS
 
 
 # --- options and pauses ---------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import shutil
 import signal
+import tempfile
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,11 +143,20 @@ def colors_in(picture: bytes) -> int:
 @contextlib.asynccontextmanager
 async def browser(directory: Path) -> AsyncGenerator[Page]:
     """A browser with one page, whose files are in `directory`; gone at the end."""
+    # It leaves a folder in TMPDIR, with a socket, whose path may not be long.
+    with tempfile.TemporaryDirectory(prefix="zbmd-test-browser-") as scratch:
+        async with _browser(directory, scratch) as page:
+            yield page
+
+
+@contextlib.asynccontextmanager
+async def _browser(directory: Path, scratch: str) -> AsyncGenerator[Page]:
     assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
         *(CHROMIUM, f"--user-data-dir={directory / 'profile'}", *OPTIONS),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "TMPDIR": scratch},
         start_new_session=True,
     )
     draining: asyncio.Future[bytes] | None = None
@@ -179,4 +190,4 @@ async def browser(directory: Path) -> AsyncGenerator[Page]:
             process.send_signal(signal.SIGKILL)
             await process.wait()
         if draining is not None:
-            await draining
+            await draining  # the end of all that hold it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ MORE_S = 180.0
 """Beside other work a step takes many times as long, and what is waited for is a number of steps."""
 KNOWN_STEPS = 160
 """After these a rank is compared with its past: short steps are judged several at a time."""
+ENDED = r"step \d+ rank 1 is slow: .*; it is ended, as if it had died"
 MORE_STEPS = 20
 """No rank is stopped if so many follow."""
 
@@ -130,11 +132,13 @@ def test_a_slow_rank_is_replaced_once(launcher: Launcher) -> None:
     out = launcher.directory / "out"
     with work(launcher, out, "replace") as running:
         with injected(out, "--rank", "1", "--slow", "1000%") as process:
-            running.until(r"rank 1 is slow: .*; it is ended, as if it had died")
+            running.until(ENDED)
             assert process.wait() == 0, "its target has ended"
         running.until(r"rank 1 was killed \(SIGKILL\); 2 ranks together again")
         stop(running)
-    assert max(life.run.incarnation for life in read_profiles(out)) == 2
+    assert max(life.run.incarnation for life in read_profiles(out) if life.run.rank == 1) >= 2
+    # Whatever else ends it on a loaded machine makes it more than two incarnations, not more reports.
+    assert len({*re.findall(ENDED, running.text)}) == 1, running.text
 
 
 async def test_a_killed_injector_leaves_nothing(launcher: Launcher) -> None:

@@ -89,7 +89,8 @@ class Holdings:
         kept = [f"child {child}" for child in self.children - before.children]
         kept += [f"thread {thread}" for thread in self.threads - before.threads]
         kept += [f"descriptor {descriptor}" for descriptor in self.descriptors - before.descriptors]
-        kept += [f"/dev/shm/{name}" for name in self.shared_memory - before.shared_memory]
+        if named := self.shared_memory - before.shared_memory:
+            kept += [f"/dev/shm/{name}" for name in named - _of_other_sessions(named)]
         kept += [f"orphan {pid}" for pid in self.processes - before.processes if _is_orphan(pid)]
         return sorted(kept)
 
@@ -141,6 +142,20 @@ def _is_orphan(pid: int) -> bool:
     """Tell whether `pid` was started by this session and is no child of it any more."""
     marker = f"{MARKER_VARIABLE}={os.environ[MARKER_VARIABLE]}"
     return marker in _read(f"/proc/{pid}/environ").split("\0") and _parent(pid) not in (None, os.getpid())
+
+
+def _of_other_sessions(names: frozenset[str]) -> set[str]:
+    """Return the files of /dev/shm, of these, that processes of other sessions of tests have mapped.
+
+    Such sessions are the other workers of pytest-xdist, too: what mpirun's ranks share is there for seconds.
+    """
+    others = re.compile(rf"(?:^|\0){MARKER_VARIABLE}=(?!{os.environ[MARKER_VARIABLE]}\0)")
+    found = set[str]()
+    for pid in os.listdir("/proc"):
+        if pid.isdigit() and int(pid) != os.getpid() and others.search(_read(f"/proc/{pid}/environ")):
+            maps = _read(f"/proc/{pid}/maps")
+            found.update(name for name in names if f"/dev/shm/{name}" in maps)
+    return found
 
 
 def _left_behind(before: Holdings, allowed: set[str]) -> list[str]:

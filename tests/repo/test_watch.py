@@ -14,7 +14,7 @@ import pytest
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
 LEAKS = """
-import os, signal, socket, subprocess, sys, tempfile, threading
+import mmap, os, signal, socket, subprocess, sys, tempfile, threading
 import pytest
 
 held = []
@@ -36,9 +36,10 @@ def test_leaks_unreaped_child():
     held.append(subprocess.Popen(EXIT_AT_ONCE))
 
 def test_leaks_shared_memory():
-    handle, path = tempfile.mkstemp(dir="/dev/shm", prefix="zbmd-watch-")
-    os.close(handle)
-    held.append(path)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="zbmd-watch-", delete=False) as file:
+        held.append(file.name)
+        file.truncate(1)
+        held.append(mmap.mmap(file.fileno(), 1))  # so that other sessions know it for this one's
 
 def test_leaks_orphan():
     script = (
@@ -73,6 +74,27 @@ def test_clean_up():
     for thing in held:
         if isinstance(thing, str):
             os.unlink(thing)
+        if isinstance(thing, mmap.mmap):
+            thing.close()
+"""
+
+OF_ANOTHER_SESSION = """
+import mmap, sys, tempfile
+
+open(sys.argv[1]).read()
+file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="zbmd-watch-")
+file.truncate(1)
+held = mmap.mmap(file.fileno(), 1)
+open(sys.argv[2], "w").close()
+sys.stdin.read()
+"""
+
+BESIDE_ANOTHER_SESSION = """
+import os
+
+def test_as_another_session_shares_memory():
+    open(os.environ["ASK"], "w").close()
+    open(os.environ["ANSWER"]).read()
 """
 
 SKIPS = """
@@ -123,7 +145,11 @@ def run_suite(tmp_path: Path) -> SeededRun:
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = optional: x\n")
         (tmp_path / "test_suite.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *options]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ZBMD_")}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("ZBMD_") or name == "ZBMD_TEST_SESSION"
+        }
         inherited["COLUMNS"] = "200"  # pytest cuts its summary lines to the terminal's width.
         return subprocess.run(
             command, cwd=tmp_path, env=inherited | environment, capture_output=True, text=True, check=False
@@ -142,7 +168,7 @@ def test_every_kind_of_leak_is_reported_and_nothing_else(run_suite: SeededRun) -
         "test_leaks_thread": "thread",
         "test_leaks_running_child": "child",
         "test_leaks_unreaped_child": "child",
-        "test_leaks_shared_memory": "/dev/shm/zbmd-watch-",
+        "test_leaks_shared_memory": "left behind: /dev/shm/zbmd-watch-",
         "test_leaks_orphan": "orphan",
     }
     assert errors.keys() == kinds.keys(), run.stdout
@@ -150,6 +176,20 @@ def test_every_kind_of_leak_is_reported_and_nothing_else(run_suite: SeededRun) -
     for test, kind in kinds.items():
         assert kind in errors[test]
     assert run.returncode == pytest.ExitCode.TESTS_FAILED
+
+
+def test_memory_that_processes_of_another_session_share_is_not_left_behind(
+    run_suite: SeededRun, tmp_path: Path
+) -> None:
+    """As the ranks of an mpirun do that another worker of pytest-xdist has started."""
+    ask, answer = tmp_path / "ask", tmp_path / "answer"
+    os.mkfifo(ask)
+    os.mkfifo(answer)
+    command = [sys.executable, "-c", OF_ANOTHER_SESSION, str(ask), str(answer)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+        run = run_suite(BESIDE_ANOTHER_SESSION, ASK=str(ask), ANSWER=str(answer))
+        assert other.poll() is None
+    assert run.returncode == pytest.ExitCode.OK, run.stdout
 
 
 @pytest.mark.parametrize(

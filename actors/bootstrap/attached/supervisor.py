@@ -47,7 +47,7 @@ from zbmd.actors.process.template import Forked, ForkExited, ForkRequest, Ready
 from zbmd.actors.rank.environment import arena_bytes, progress_deadline_ns, recovery_budget_ns
 from zbmd.actors.replay.process_capture import CaptureSettings
 from zbmd.actors.view import OnLoss
-from zbmd.transport.clock.deadlines import SECOND_NS
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_VARIABLE, SECOND_NS
 from zbmd.transport.errors import RemoteProtocolError, ZbmdError
 from zbmd.transport.handshake.cookie import use_cookie
 from zbmd.transport.host.process import peer_of, set_process_name
@@ -344,24 +344,13 @@ class AttachedNode(OneJobNode):
     ) -> None:
         self._template, self._tell = template, tell
         self._told = False
-        patience_ns = round(order.patience_s * SECOND_NS)
-        join_ns = round(min(JOIN_S_MAX, order.patience_s * JOIN_SHARE) * SECOND_NS)
-        config = NodeConfig(
-            name=node_name("", order.host),
-            listen=TcpAddress(host="", port=0),
-            joins=tuple(parse_address(address) for address in order.joins),
-            join_ns=join_ns,
-            cookie=order.cookie.encode(),
-            settings=tcp_settings(),
-            run=f"the attached ranks {order.name}",
-        )
         job = job_id_of(f"attached {order.name}")
         super().__init__(
-            config,
+            node_config(order),
             dataclasses.replace(host_config(order.ranks).spec(job), nodes_max=order.hosts),
             node_id=node_id_of(order.host, founds=not order.joins),
             nodes_min=order.hosts,
-            patience_ns=patience_ns,
+            patience_ns=round(order.patience_s * SECOND_NS),
             captured=CaptureSettings.read(os.environ, job=job),
         )
 
@@ -395,6 +384,23 @@ class AttachedNode(OneJobNode):
     def say(self, text: str) -> None:
         """See `OneJobNode`."""
         log.info(text)
+
+
+def node_config(order: Order) -> NodeConfig:
+    """Return a host as a node of the cluster of attached ranks. Raises `UserError`.
+
+    The recovery budget of this process's environment is that of the cluster, which suspects hosts by it.
+    """
+    return NodeConfig(
+        name=node_name("", order.host),
+        listen=TcpAddress(host="", port=0),
+        joins=tuple(parse_address(address) for address in order.joins),
+        join_ns=round(min(JOIN_S_MAX, order.patience_s * JOIN_SHARE) * SECOND_NS),
+        recovery_budget_ns=recovery_budget_ns(os.environ) if RECOVERY_BUDGET_VARIABLE in os.environ else None,
+        cookie=order.cookie.encode(),
+        settings=tcp_settings(),
+        run=f"the attached ranks {order.name}",
+    )
 
 
 def host_config(world_size: int) -> HostConfig:

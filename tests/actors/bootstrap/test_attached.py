@@ -17,6 +17,8 @@ from zbmd.actors.bootstrap.attached import client
 from zbmd.actors.bootstrap.attached import machine as m
 from zbmd.actors.bootstrap.attached.client import host_name, plan_of
 from zbmd.actors.bootstrap.attached.messages import PACKET_BYTES_MAX, Hello, Order, Plan, decode_order, encode
+from zbmd.actors.bootstrap.attached.supervisor import host_config, node_config
+from zbmd.transport.clock.deadlines import RECOVERY_BUDGET_VARIABLE, SECOND_NS
 from zbmd.transport.errors import (
     LocalProtocolError,
     PeerLost,
@@ -211,6 +213,14 @@ def test_the_supervisor_of_the_first_host_says_where_others_join() -> None:
     failed = subprocess.run([*command, "short"], input="", capture_output=True, text=True, timeout=60)
     assert "what came with the job is no cookie" in failed.stderr and "Traceback" in failed.stderr
     assert "it says on standard error why it failed" in failed.stderr
+
+
+def test_hosts_suspect_each_other_by_the_budget_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order(ranks=1, name="x", hosts=2, cookie=COOKIE)
+    monkeypatch.delenv(RECOVERY_BUDGET_VARIABLE, raising=False)
+    assert node_config(order).recovery_budget_ns is None, "that of the cluster"
+    monkeypatch.setenv(RECOVERY_BUDGET_VARIABLE, "1min")
+    assert node_config(order).recovery_budget_ns == host_config(1).recovery_budget_ns == 60 * SECOND_NS
 
 
 def test_no_traceback_shows_the_cookie_of_a_job() -> None:

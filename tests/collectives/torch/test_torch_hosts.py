@@ -17,6 +17,8 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 PROGRAM = str(PROGRAMS / "torch/several_hosts.py")
 RANKS_PER_HOST = 2
 PORT = "29500"  # of a host that nobody else is on
+PATIENT = "ZBMD_RECOVERY_BUDGET=1min"
+"""No host is lost here, and one that its machine lets wait for half a second is none that is."""
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def ranks(lab: Lab, *arguments: str) -> Generator[list[Process]]:
     with contextlib.ExitStack() as stack:
         started: list[Process] = []
         for rank in range(size):
-            own = (f"RANK={rank}", f"LOCAL_RANK={rank % RANKS_PER_HOST}", "OMP_NUM_THREADS=1")
+            own = (f"RANK={rank}", f"LOCAL_RANK={rank % RANKS_PER_HOST}", "OMP_NUM_THREADS=1", PATIENT)
             command = ("env", *meeting, *own, sys.executable, PROGRAM, *arguments)
             started.append(stack.enter_context(process(lab.hosts[rank // RANKS_PER_HOST], *command)))
         yield started

@@ -35,9 +35,14 @@ def lab() -> Generator[Lab]:
 
 @contextlib.contextmanager
 def torchruns(
-    lab: Lab, directory: Path, *script: str | Path, options: Sequence[str] = (), fault: str = ""
+    lab: Lab,
+    directory: Path,
+    *script: str | Path,
+    options: Sequence[str] = (),
+    fault: str = "",
+    budget: str = "",
 ) -> Generator[list[Process]]:
-    """Start torchrun on each host, with guards. fault: of `ZBMD_FAULT`."""
+    """Start torchrun on each host, with guards. fault: of `ZBMD_FAULT`; budget: of a recovery."""
     with contextlib.ExitStack() as stack:
         started: list[Process] = []
         for number, host in enumerate(lab.hosts):
@@ -45,6 +50,7 @@ def torchruns(
             # Between hosts each run measures which order of sums is faster: two runs may have other bits.
             variables.append("ZBMD_ALGORITHM=all_reduce=ring")
             variables += [f"ZBMD_FAULT={fault}"] if fault else []
+            variables += [f"ZBMD_RECOVERY_BUDGET={budget}"] if budget else []
             place = ("--node-rank", str(number), "--master-addr", lab.hosts[0].address, "--master-port", PORT)
             command = (sys.executable, "-m", *TORCHRUN, *place, *options, *GUARD, *map(str, script))
             one = process(host, "env", *variables, *command, timeout_s=TIMEOUT_S)
@@ -55,7 +61,9 @@ def torchruns(
 def trained(lab: Lab, directory: Path, fault: str = "") -> list[str]:
     """Return what the ranks of a loop on all hosts say of their processes, steps and final states."""
     said: list[str] = []
-    with torchruns(lab, directory, PROGRAMS / "training/guarded_ddp.py", fault=fault) as started:
+    script = PROGRAMS / "training/guarded_ddp.py"
+    # No host is lost, and one that its machine lets wait for half a second is none that is.
+    with torchruns(lab, directory, script, fault=fault, budget="1min") as started:
         for each in started:
             for _ in range(RANKS_PER_HOST):
                 while not said or not said[-1].startswith("ended"):

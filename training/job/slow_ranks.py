@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zbmd.actors.process.exit import write_exit_reason
@@ -66,6 +66,7 @@ class SlowRanks:
                 ranks=tuple(world.members),
                 shards=trainer.shares,
                 alike=tuple(alike[place] for place in range(world.size)),
+                hosts=hosts_of(self._worker, world.members),
             )
         )
         self._factors = {}
@@ -122,6 +123,12 @@ class SlowRanks:
             return "the ranks have no memory for other shares"
         self._machine.handle(Moved(trainer.shares))
         return f"logical shards of ranks are now {', '.join(map(str, shares))}"
+
+
+def hosts_of(worker: Worker, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the address of each rank's host, for reports; of a rank that has left since, a sign for it."""
+    known = {member.rank: member.tcp_address.rpartition(":")[0] for member in worker.latest.members}
+    return tuple(known.get(rank) or "?" for rank in ranks)
 
 
 def done_about(action: StragglerAction, wanted: OnStraggler, nothing: str) -> str:

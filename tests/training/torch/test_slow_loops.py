@@ -116,7 +116,7 @@ async def test_a_slow_rank_of_a_loop_is_replaced_once(
 
 @pytest.mark.slow
 def test_a_host_of_a_loop_behind_a_slow_cable_is_named_for_its_link(tmp_path: Path) -> None:
-    """Its peers' acknowledgements of each other wait for it, too, and do not hide it."""
+    """Its peers' acknowledgements of each other wait for it, too, and do not hide it. So is a slow link."""
     netns.require_lab()
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(HOSTS, shaped=True))
@@ -128,6 +128,13 @@ def test_a_host_of_a_loop_behind_a_slow_cable_is_named_for_its_link(tmp_path: Pa
         nodes[0].until(rf"step {KNOWN_STEPS} loss")
         lab.hosts[1].shape(delay_ms=DELAY_MS)
         nodes[0].until(r"rank 1 is slow: .* cause link: its connections' round trips take \d+ us")
+        lab.hosts[1].shape()
+        nodes[0].until(r"rank 1 is no longer slow \(cause link\)")
+        lab.hosts[1].shape_link(lab.hosts[2], delay_ms=DELAY_MS)
+        nodes[0].until(
+            r"the link between 10\.77\.0\.2 \(rank 1\) and 10\.77\.0\.3 \(rank 2\) is slow: "
+            r".* cause link: [\d.]+ ms for a round trip"
+        )
 
 
 def max_incarnation(out: Path) -> int:

@@ -199,6 +199,14 @@ class LabHost:
         """
         self._lab.set_cable(self.number, delay_ms=delay_ms, loss=loss, rate_mbps=rate_mbps)
 
+    def shape_link(self, other: LabHost, *, delay_ms: float) -> None:
+        """Delay what this host and another one send to each other, beside what their cables do.
+
+        Raises `LabError` unless the lab is shaped by the switch in user space.
+        """
+        for one, to in ((self, other), (other, self)):
+            self._lab.set_delay(one.number, to.number, delay_ms)
+
 
 class Lab:
     """`hosts` hosts on one network; a context manager. seed: of what a shaped network loses; netem: it is the
@@ -262,6 +270,12 @@ class Lab:
             self._spaces[number].limit(cable.rate_mbps)
         assert self._bridge is not None
         self._bridge.ip("link", "set", f"port{number}", "up" if cable.plugged else "down")
+
+    def set_delay(self, number: int, to: int, delay_ms: float) -> None:
+        """Delay what a host sends to another one by so much more; returns once the change holds."""
+        if self._switch is None:
+            raise LabError("only the switch in user space delays what passes between two hosts")
+        self.set_cable(number, more_ms={**self._cables[number].more_ms, str(to): delay_ms})
 
     def _namespace(self, name: str) -> _Namespace:
         space = _Namespace.make(name)

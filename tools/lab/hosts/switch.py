@@ -51,12 +51,16 @@ _HEADER_BYTES: Final = 10  # struct virtio_net_hdr, in front of each frame
 
 
 class Cable(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a host's cable, applied to what the host sends. rate_mbps 0: unlimited; loss: 0..1."""
+    """Properties of a host's cable, applied to what the host sends. rate_mbps 0: unlimited; loss: 0..1.
+
+    more_ms: added to `delay_ms` of what goes to these ports, which are numbers as text.
+    """
 
     plugged: bool = True
     delay_ms: Annotated[float, msgspec.Meta(ge=0, le=60_000)] = 0.0
     loss: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     rate_mbps: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    more_ms: dict[str, Annotated[float, msgspec.Meta(ge=0, le=60_000)]] = {}
 
 
 class Command(Cable, frozen=True, kw_only=True):
@@ -143,7 +147,8 @@ class Switch:
             if other is not port:
                 self._serial += 1
                 port.queued_bytes += nbytes
-                heapq.heappush(self._under_way, (due_ns, self._serial, frame, port, other))
+                there_ns = due_ns + round(cable.more_ms.get(str(self.ports.index(other)), 0.0) * 1e6)
+                heapq.heappush(self._under_way, (there_ns, self._serial, frame, port, other))
 
     def _deliver(self) -> None:
         now_ns = time.monotonic_ns()

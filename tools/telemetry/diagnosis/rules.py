@@ -34,6 +34,10 @@ _ASKED: Final = re.compile(r"^(SIG\w+) received")
 FOLLOWED_MAX: Final = 32
 OTHERS_MAX: Final = 16
 
+_LINK: Final = re.compile(
+    r"the link between [^()]{1,256} \(rank (\d{1,9})\) and [^()]{1,256} \(rank (\d{1,9})\) is "
+)
+
 _SLOW: Final = {
     "data": (
         Cause.SLOW_DATA,
@@ -335,31 +339,41 @@ def _survived(evidence: Evidence) -> list[Finding]:
 
 def _still_slow(slow: Sequence[Slow]) -> list[Slow]:
     """Return the latest report of each rank and cause: those that were never over first."""
-    latest: dict[tuple[int, str], Slow] = {}
-    over: set[tuple[int, str]] = set()
+    latest: dict[tuple[int, str, tuple[int, ...]], Slow] = {}
+    over: set[tuple[int, str, tuple[int, ...]]] = set()
     for one in slow:
-        key = (one.rank, one.cause)
+        key = (one.rank, one.cause, _ends(one))
         if one.over:
             over.add(key)
         else:
             latest.setdefault(key, one)
             over.discard(key)
-    return sorted(latest.values(), key=lambda one: ((one.rank, one.cause) in over, one.at_ns))
+    return [latest[key] for key in sorted(latest, key=lambda key: (key in over, latest[key].at_ns))]
+
+
+def _ends(one: Slow) -> tuple[int, ...]:
+    """Return the ranks at the ends of a link that is slow by itself, as its report says; none of a rank."""
+    found = _LINK.match(one.text)
+    return () if found is None else (int(found[1]), int(found[2]))
 
 
 def _slow(one: Slow) -> Finding:
     default = (Cause.SLOW_COMPUTE, "look at the rank's host")
     cause, do = _SLOW.get(one.cause, default)
+    if ends := _ends(one):
+        do = (
+            "look at what lies between these two hosts alone: ping, mtr, the switches' ports; others are well"
+        )
     return Finding(
         cause=cause,
         summary=one.text or f"rank {one.rank} is slow (cause {one.cause})",
-        ranks=(one.rank,),
+        ranks=ends or (one.rank,),
         step=one.step,
         at_ns=one.at_ns,
         confidence=0.9,
         evidence=(f"all ranks agreed on it after step {one.step} (training/job/stragglers)",),
         do=do,
-        proof="zbmd profile RUN: the rank's time beside the others'",
+        proof="ping between both" if ends else "zbmd profile RUN: the rank's time beside the others'",
     )
 
 

@@ -13,14 +13,11 @@ from typing import Final, TypeAlias, assert_never
 
 import numpy as np
 
+from zbmd.training.job.stragglers.links import FAR, KNOWN, RECENT, Pair, SlowLinks, Trips
 from zbmd.training.job.stragglers.samples import SAMPLE_NUMBERS, Field
 from zbmd.training.job.stragglers.scores import (
     PAST,
-    PAST_MIN,
     PEERS,
-    QUIET,
-    SHIFT,
-    STEPS_MIN,
     THRESHOLD,
     Floats,
     Scores,
@@ -34,15 +31,7 @@ GATHER_NS: Final = 60e6
 """Shorter steps are judged several at a time, as one: a judgement costs 0.12 ms."""
 PART_MIN: Final = 0.4
 """Evidence that is at least so much of an excess is its explanation."""
-RECENT: Final = 1 / STEPS_MIN
-KNOWN: Final = 1 / 64
-"""The weight of the last step in the means of evidence: of late, and while no rank is suspected."""
-FAR: Final = 2.0
-"""A round trip that is so many times that of other ranks, and more than this in us, blames the link."""
 ROUND_TRIP_MIN_US: Final = 200.0
-SHARED_MIN_US: Final = 500.0
-"""The least usual round trip that all links together are compared with: load of the hosts alone lengthens
-one."""
 
 
 class Cause(Enum):
@@ -67,6 +56,7 @@ _ROWS: Final = (
 """Of the scores. The first is what its own work takes, the second what it waits for a processor meanwhile: on
 a machine with much other load the second varies more, and hides nothing of the first."""
 _CONTENDED: Final = 1
+_BY_LINK: Final = _ROWS.index(Cause.LINK)
 TIMES: Final = [Field.PASSES, Field.UPDATE, Field.DATA, Field.CHECKPOINT, Field.WAIT]
 """Together the time of a step."""
 _LOST: Final = (Field.DELAY, Field.STEAL, Field.THROTTLED)
@@ -74,16 +64,22 @@ _UNREST: Final = {Cause.COMPUTE: 2.0, Cause.RUNTIME: 2.0, Cause.DATA: 1.0, Cause
 _BY_UNREST: Final = np.array([[_UNREST.get(cause, 0.0)] for cause in _ROWS])
 """Where even the half of the ranks that lose least lose time to others, chance decides who loses more of it
 for some seconds: the noise of what needs a processor is taken for so many times what they lose, at least."""
+_LAST: Final = [Field.INCARNATION, Field.OWN_END, Field.PEER_END]
+"""Numbers that are no sums over steps."""
 _EVIDENCE: Final = (Field.STEAL, Field.THROTTLED, Field.OTHERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """A view begins. ranks: its members; shards: the logical shards of each; alike: equal where work is."""
+    """A view begins. ranks: its members; shards: the logical shards of each; alike: equal where work is.
+
+    hosts: the name or address of each rank's host; empty: they have none.
+    """
 
     ranks: tuple[int, ...]
     shards: tuple[int, ...]
     alike: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,8 @@ class Named:
 
     past: whether it is slow beside its own past; peers: beside ranks with equal work. together: all ranks
     whose links are slow at once, of which `rank` is the first: between two hosts neither end differs from
-    the other. Empty of a rank that is slow by itself.
+    the other. Empty of a rank that is slow by itself. link: the one between two of many hosts, in words; its
+    ends are `together` then.
     """
 
     step: int
@@ -122,14 +119,15 @@ class Named:
     past: bool
     peers: bool
     together: tuple[int, ...] = ()
+    link: str = ""
 
     @property
     def text(self) -> str:
         """Return the report for people."""
         if self.together:
             return (
-                f"{_links_of(self.together)} slow: a step takes {self.factor:.2f} times as long as before; "
-                f"cause {self.cause.value}: {self.evidence}"
+                f"{_links_of(self.together, self.link)} slow: a step takes {self.factor:.2f} times as long "
+                f"as before; cause {self.cause.value}: {self.evidence}"
             )
         usual = {(True, False): "its own past", (False, True): "its peers"}.get(
             (self.past, self.peers), "its own past and its peers"
@@ -148,57 +146,25 @@ class Cleared:
     rank: int
     cause: Cause
     together: tuple[int, ...] = ()
+    link: str = ""
     """As of `Named`."""
 
     @property
     def text(self) -> str:
         """Return the report for people."""
         if self.together:
-            return f"{_links_of(self.together)} no longer slow (cause {self.cause.value})"
+            return f"{_links_of(self.together, self.link)} no longer slow (cause {self.cause.value})"
         return f"rank {self.rank} is no longer slow (cause {self.cause.value})"
 
 
 StragglerAction: TypeAlias = Named | Cleared
 
 
-def _links_of(ranks: Sequence[int]) -> str:
+def _links_of(ranks: Sequence[int], link: str) -> str:
+    if link:
+        return f"{link} is"
     few, more = ", ".join(map(str, ranks[:8])), len(ranks) - 8
     return f"all links between hosts (of ranks {few}{f' and {more} more' if more > 0 else ''}) are"
-
-
-class _SharedLinks:
-    """Finds links that are slow at both ends, so that no rank is slower than its peers.
-
-    All round trips between hosts are far above what they were, and the last rank to come waits longer than it
-    did. Either alone blames nothing: a busy host answers late, and waits have other causes.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._trips: Floats = np.zeros(ranks)
-        self._wait_ns = 0.0
-        self._judged = 0
-        self.score = 0.0
-        """Up to `THRESHOLD`."""
-        self.excess_ns = self.usual_us = 0.0
-        """Of late: the time of a judged step beyond the usual one; and the usual round trip."""
-
-    def take(self, trips: Floats, wait_ns: float, step_ns: float) -> None:
-        """Take a judged step. trips: us, 0 of a rank without links; wait_ns: of whoever waited least."""
-        self._judged += 1
-        linked = (trips > 0) & (self._trips > 0)
-        usual = np.maximum(self._trips[linked], SHARED_MIN_US)
-        far = float(np.clip((trips[linked] / usual - FAR) / FAR, 0.0, 1.0).min(initial=1.0))
-        cost_ns = (wait_ns - self._wait_ns) * (far if linked.sum() > 1 else 0.0)
-        if self._judged > PAST_MIN:
-            more = THRESHOLD / STEPS_MIN * (1.0 if cost_ns > SHIFT * step_ns else -1.0)
-            self.score = min(max(self.score + more, 0.0), THRESHOLD)
-        self.excess_ns += (cost_ns - self.excess_ns) * RECENT
-        if self.score < QUIET:
-            weight = max(KNOWN, 1 / self._judged)
-            known = np.where(self._trips > 0, self._trips + (trips - self._trips) * weight, trips)
-            self._trips = np.where(trips > 0, known, self._trips)
-            self._wait_ns += (wait_ns - self._wait_ns) * weight
-            self.usual_us = float(np.median(self._trips[self._trips > 0])) if self._trips.any() else 0.0
 
 
 class StragglerMachine:
@@ -207,8 +173,10 @@ class StragglerMachine:
     def __init__(self) -> None:
         self._entered = Entered(ranks=(), shards=(), alike=())
         self._scores: Scores | None = None
-        self._links, self._together = _SharedLinks(0), tuple[int, ...]()
-        """Finds links that are slow at both ends; and the ranks that are named for them."""
+        self._links, self._together = SlowLinks(0), tuple[int, ...]()
+        """Finds links that are slow at both ends; and the ranks that are named for all of them."""
+        self._pairs: dict[Pair, Named] = {}
+        """Links between two of many hosts that are named."""
         self._seen = self._judged = 0
         self._named: dict[tuple[int, int], Cause] = {}
         """By place and row."""
@@ -243,7 +211,8 @@ class StragglerMachine:
         """Raise `AssertionError` if a state contradicts itself."""
         ranks = len(self._entered.ranks)
         assert len(self._entered.shards) == len(self._entered.alike) == ranks
-        assert 0.0 <= self._links.score <= THRESHOLD
+        assert all(0.0 <= score <= THRESHOLD for score in (self._links.score, *self._links.pairs.values()))
+        assert self._pairs.keys() <= self._links.pairs.keys()
         assert all(place < ranks and row < len(_ROWS) for place, row in self._named)
         if self._scores is not None:
             sums = self._scores.sums
@@ -263,7 +232,7 @@ class StragglerMachine:
         ranks = len(event.ranks)
         alone = ranks < 2  # nobody waits for it
         self._scores = None if alone else Scores((len(_ROWS), ranks), tuple(map(tuple, by_work.values())))
-        self._links, self._together = _SharedLinks(ranks), ()
+        self._links, self._together, self._pairs = SlowLinks(ranks), (), {}
         self._usual = np.zeros((len(_EVIDENCE), ranks))
         self._late = np.zeros((len(_EVIDENCE), ranks))
         self._lost = np.zeros(ranks)
@@ -280,8 +249,8 @@ class StragglerMachine:
             return None
         found: Floats = np.sum(self._gathered, axis=0)
         self._at_once = len(self._gathered)
-        found[:, Field.ROUND_TRIP] /= self._at_once
-        found[:, Field.INCARNATION] = samples[:, Field.INCARNATION]
+        found[:, [Field.ROUND_TRIP, Field.LONGEST_TRIP]] /= self._at_once
+        found[:, _LAST] = samples[:, _LAST]
         self._forget_gathered()
         return found
 
@@ -300,7 +269,12 @@ class StragglerMachine:
         event, samples = Stepped(event.step, judged), judged.T
         self._lost += (samples[list(_LOST)].sum(axis=0) - self._lost) * RECENT
         unrest_ns = _BY_UNREST * float(lower_median(self._lost)[0])
-        sums = scores.take(self._costs(samples), unrest_ns).max(axis=0)
+        trips = Trips(*samples[[Field.ROUND_TRIP, Field.LONGEST_TRIP, Field.OWN_END, Field.PEER_END]])
+        slow = self._links.slow_pairs(trips)
+        costs = self._costs(samples)
+        # A slow link may have been the only fast one of its ends: that is no slow cable.
+        costs[_BY_LINK, np.isin(trips.own, [end for pair in slow for end in pair])] = 0.0
+        sums = scores.take(costs, unrest_ns).max(axis=0)
         self._weigh(samples[list(_EVIDENCE)], calm=not self._named and bool(sums.max() < THRESHOLD / 3))
         actions: list[StragglerAction] = []
         for row, place in np.argwhere(sums >= THRESHOLD).tolist():
@@ -309,33 +283,66 @@ class StragglerMachine:
         for place, row in [key for key in self._named if not sums[key[1], key[0]]]:
             cause = self._named.pop((place, row))
             actions.append(Cleared(step=event.step, rank=self._entered.ranks[place], cause=cause))
-        return actions + self._judge_links(event, samples, scores)
+        step_ns = float(lower_median(scores.step_ns[0])[0])
+        self._links.take(trips, slow, float(samples[Field.WAIT].min()), step_ns)
+        return actions + self._judge_links(event, trips)
 
-    def _judge_links(self, event: Stepped, samples: Floats, scores: Scores) -> list[StragglerAction]:
-        """Name all links between hosts together, or clear them."""
-        links, trips = self._links, samples[Field.ROUND_TRIP]
-        links.take(trips, float(samples[Field.WAIT].min()), float(lower_median(scores.step_ns[0])[0]))
+    def _judge_links(self, event: Stepped, trips: Trips) -> list[StragglerAction]:
+        """Name all links between hosts together, or one between two of many hosts, or clear them."""
+        links = self._links
+        actions: list[StragglerAction] = []
         if links.score >= THRESHOLD and not self._together:
-            places = np.flatnonzero(trips > 0).tolist()
+            places = np.flatnonzero(trips.least > 0).tolist()
             self._together = tuple(self._entered.ranks[place] for place in places)
-            whole_ns = float(samples[TIMES].sum(axis=0).max())
-            named = Named(
-                step=event.step,
-                rank=self._together[0],
-                incarnation=int(samples[Field.INCARNATION, places[0]]),
-                cause=Cause.LINK,
-                factor=whole_ns / max(whole_ns - links.excess_ns, 1.0),
-                evidence=f"round trips take {np.median(trips[places]):.0f} us, where they took "
-                f"{links.usual_us:.0f} us, and a step {links.excess_ns / 1e6 / self._at_once:.1f} ms more",
-                past=True,
-                peers=False,
-                together=self._together,
+            evidence = (
+                f"round trips take {np.median(trips.least[places]):.0f} us, where they took "
+                f"{links.usual_us:.0f} us"
             )
-            return [named]
-        if not links.score and self._together:
+            actions.append(self._name_links(event, places, links.excess_ns, evidence))
+        elif not links.score and self._together:
             together, self._together = self._together, ()
-            return [Cleared(step=event.step, rank=together[0], cause=Cause.LINK, together=together)]
-        return []
+            actions.append(Cleared(step=event.step, rank=together[0], cause=Cause.LINK, together=together))
+        for pair, score in links.pairs.items():
+            if score >= THRESHOLD and pair not in self._pairs:
+                named = self._pairs[pair] = self._name_pair(event, pair, trips)
+                actions.append(named)
+        for pair in [pair for pair in self._pairs if pair not in links.pairs]:
+            was = self._pairs.pop(pair)
+            actions.append(
+                Cleared(
+                    step=event.step, rank=was.rank, cause=Cause.LINK, together=was.together, link=was.link
+                )
+            )
+        return actions
+
+    def _name_pair(self, event: Stepped, pair: Pair, trips: Trips) -> Named:
+        ends = sorted(self._links.ends_of(pair, trips))
+        ranks, hosts = self._entered.ranks, self._entered.hosts
+        first, other = (f"{hosts[end] if hosts else 'a host'} (rank {ranks[end]})" for end in ends)
+        others = trips.least[trips.least > 0]
+        evidence = (
+            f"{trips.most[ends].min() / 1e3:.1f} ms for a round trip, where others take "
+            f"{np.median(others) / 1e3:.1f} ms"
+        )
+        link = f"the link between {first} and {other}"
+        return self._name_links(event, ends, self._links.excess_of_pairs_ns, evidence, link)
+
+    def _name_links(
+        self, event: Stepped, places: Sequence[int], more_ns: float, evidence: str, link: str = ""
+    ) -> Named:
+        whole_ns = float(event.samples[:, TIMES].sum(axis=1).max())
+        return Named(
+            step=event.step,
+            rank=self._entered.ranks[places[0]],
+            incarnation=int(event.samples[places[0], Field.INCARNATION]),
+            cause=Cause.LINK,
+            factor=whole_ns / max(whole_ns - more_ns, 1.0),
+            evidence=f"{evidence}, and a step {more_ns / 1e6 / self._at_once:.1f} ms more",
+            past=True,
+            peers=False,
+            together=tuple(self._entered.ranks[place] for place in places),
+            link=link,
+        )
 
     def _costs(self, samples: Floats) -> Floats:
         """Return what each cause took each rank, (causes, ranks), in ns, for the same number of shards."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 import socket
 import threading
@@ -16,7 +17,7 @@ import time
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,11 @@ class Field(IntEnum):
     """Processor time of this process's other threads."""
     INCARNATION = 12
     """Number."""
+    LONGEST_TRIP = 13
+    """As `ROUND_TRIP`, to the host that it is longest to."""
+    OWN_END = 14
+    PEER_END = 15
+    """The addresses of that connection as numbers: this rank's, and the other host's."""
 
 
 SAMPLE_NUMBERS: Final = len(Field)
@@ -71,6 +77,19 @@ _PHASES: Final = {
     Field.CHECKPOINT: ("checkpoint",),
     Field.WAIT: ("comm", "bubble"),
 }
+
+
+class HostTrips(NamedTuple):
+    """The least round trip of this rank's connections, us, the longest one, and the ends of that one."""
+
+    least_us: float
+    most_us: float
+    own: float
+    peer: float
+
+
+NO_TRIPS: Final = HostTrips(0.0, 0.0, 0.0, 0.0)
+NO_TRIP: Final = (0, 0, "", "")
 
 
 def no_sample() -> Sample:
@@ -121,7 +140,9 @@ class Sampler:
         made[Field.DELAY], made[Field.OTHERS] = waited_ns, max(0, process_ns - thread_ns)
         rates = self._rates.read()
         made[Field.STEAL], made[Field.THROTTLED] = rates.steal * line.wall_ns, rates.throttled * line.wall_ns
-        made[Field.ROUND_TRIP] = rates.round_trip_us
+        made[Field.ROUND_TRIP] = rates.trips.least_us
+        made[Field.LONGEST_TRIP] = rates.trips.most_us
+        made[Field.OWN_END], made[Field.PEER_END] = rates.trips.own, rates.trips.peer
         return made
 
     @staticmethod
@@ -150,7 +171,8 @@ class _Rates:
 
     def __init__(self, root: Path, links: bool = True) -> None:
         self._links = links
-        self.steal = self.throttled = self.round_trip_us = 0.0
+        self.steal = self.throttled = 0.0
+        self.trips = NO_TRIPS
         self._stat = _opened(root / "proc/stat")
         self._quota, self._unit_ns, self._key = _opened_quota(root)
         self._at_ns = time.monotonic_ns()
@@ -164,7 +186,7 @@ class _Rates:
             steal_ns, throttled_ns = (a - b for a, b in zip(counted, self._counted, strict=True))
             self.steal = steal_ns / (os.cpu_count() or 1) / passed_ns
             self.throttled = throttled_ns / passed_ns
-            self.round_trip_us = _round_trip_us() if self._links else 0.0
+            self.trips = _measured_trips() if self._links else NO_TRIPS
             self._at_ns, self._counted = now, counted
         return self
 
@@ -209,26 +231,46 @@ def _opened_quota(root: Path) -> tuple[int | None, float, bytes]:
     return _opened(root / f"sys/fs/cgroup/{path}/cpu.stat"), 1e3, b"throttled_usec"
 
 
-def _round_trip_us() -> float:
-    """Return the least smoothed round trip of this process's TCP connections to other hosts; 0 without one.
+def _measured_trips() -> HostTrips:
+    """Return the smoothed round trips of this process's TCP connections to other hosts.
 
-    Behind a slow cable all of a rank's connections are slow; its peers have faster ones too. Connections that
-    are idle beside others count not: their round trip is that of their handshake.
+    Behind a slow cable all of a rank's connections are slow; its peers have faster ones too. Of the
+    connections to one address the fastest counts. Those that are idle beside others count not: their round
+    trip is that of their handshake.
     """
-    found: list[tuple[int, int]] = []
+    found: list[tuple[int, int, str, str]] = []
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd")[:FILES_MAX]:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     found.append(_round_trip_of(int(name)))
-    busy = BUSY_PART * max((segments for _, segments in found), default=0)
-    return float(min((us for us, segments in found if us and segments >= busy), default=0))
+    busy = BUSY_PART * max((segments for _, segments, _, _ in found), default=0)
+    by_host: dict[tuple[str, str], int] = {}
+    for us, segments, own, peer in found:
+        if us and segments >= busy:
+            by_host[own, peer] = min(us, by_host.get((own, peer), us))
+    if not by_host:
+        return NO_TRIPS
+    own, peer = max(by_host, key=lambda ends: (by_host[ends], ends))
+    least, most = min(by_host.values()), by_host[own, peer]
+    return HostTrips(float(least), float(most), address_number(own), address_number(peer))
 
 
-def _round_trip_of(file: int) -> tuple[int, int]:
-    """Return the round trip of a connection to another host, and the segments that it has sent; 0 else."""
+def address_number(address: str) -> float:
+    """Return a number for an address of a host, which is exact as a float and the same on all hosts."""
+    plain = address.partition("%")[0].removeprefix("::ffff:")
+    return float(int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=6).digest()))
+
+
+def _round_trip_of(file: int) -> tuple[int, int, str, str]:
+    """Return the round trip of a connection to another host, the segments that it has sent, and the addresses
+    of both ends; 0 and no address else.
+    """
     with socket.socket(fileno=os.dup(file)) as one:
         if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
-            return 0, 0
-        measured = smoothed_round_trip(one)
-        return measured if measured[0] and one.getpeername()[0] != one.getsockname()[0] else (0, 0)
+            return NO_TRIP
+        us, segments = smoothed_round_trip(one)
+        if not us:
+            return NO_TRIP
+        own, peer = str(one.getsockname()[0]), str(one.getpeername()[0])
+        return NO_TRIP if own == peer else (us, segments, own, peer)

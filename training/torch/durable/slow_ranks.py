@@ -22,7 +22,7 @@ from zbmd.collectives.torch.continuity import CONTINUITY
 from zbmd.collectives.torch.work import WAITS
 from zbmd.training.autograd import spans
 from zbmd.training.autograd.spans import Span
-from zbmd.training.job.slow_ranks import NOTHING_IN_LOOPS, done_about, end_if_replaced, report
+from zbmd.training.job.slow_ranks import NOTHING_IN_LOOPS, done_about, end_if_replaced, hosts_of, report
 from zbmd.training.job.stragglers.delays import delay_path, wait_for_data
 from zbmd.training.job.stragglers.machine import (
     TIMES,
@@ -101,7 +101,8 @@ class SlowLoopRanks:
             self._phases.install()
         self._profiler.follow(*(each.made for each in CONTINUITY.groups))
         ranks = tuple(group.members)
-        self._machine.handle(Entered(ranks=ranks, shards=passes, alike=(0,) * len(ranks)))
+        hosts = hosts_of(self._worker, ranks)
+        self._machine.handle(Entered(ranks=ranks, shards=passes, alike=(0,) * len(ranks), hosts=hosts))
         self._reports, self._thread = group.rank == 0, threading.get_ident()
         if group.size > 1:
             links = len({rank // self._ranks_per_host for rank in ranks}) > 1

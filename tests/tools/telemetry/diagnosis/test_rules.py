@@ -144,6 +144,19 @@ def test_ends_of_launchers(launcher: dict[str, object], cause: Cause) -> None:
     assert found.root.cause is cause
 
 
+def test_a_slow_link_between_two_of_many_hosts_is_the_root_until_it_is_over() -> None:
+    def named(first: int, other: int, at_ns: int, *, over: bool = False) -> Slow:
+        is_slow = "is no longer slow (cause link)" if over else "is slow: a step takes 1.83 times as long"
+        text = f"the link between 10.0.0.{first} (rank {first}) and 10.0.0.{other} (rank {other}) {is_slow}"
+        return Slow(rank=first, cause="link", step=at_ns, at_ns=at_ns, text=text, over=over)
+
+    told = (named(1, 2, 5), named(1, 3, 6), named(1, 2, 7, over=True))
+    found = diagnose(Evidence(launchers=(), slow=told))
+    assert found.root is not None and found.root.cause is Cause.SLOW_LINK and found.root.ranks == (1, 3)
+    assert "10.0.0.3 (rank 3) is slow" in found.root.summary and "between these two hosts" in found.root.do
+    assert [one.ranks for one in found.others] == [(1, 2)], "it is over"
+
+
 def test_a_run_that_is_done_has_no_root_but_what_it_survived_and_who_was_slow() -> None:
     done = Launcher(host="a", pid=7, command="t", began_ns=1, last_ns=9, outcome="done", alive=False)
     assert diagnose(Evidence(launchers=(done,))).root is None

@@ -25,6 +25,7 @@ from zbmd.transport.errors import LocalProtocolError
 
 MS = 1e6
 SLOW_FROM, STEPS = 50, 90
+KEPT = (Field.KNOWN, Field.ROUND_TRIP, Field.LONGEST_TRIP, Field.INCARNATION)
 
 
 def samples(draw: np.random.Generator, ranks: int, more: Mapping[Field, float], slow: int) -> np.ndarray:
@@ -33,6 +34,7 @@ def samples(draw: np.random.Generator, ranks: int, more: Mapping[Field, float], 
     made[:, Field.PASSES] = 80 * MS * (1 + 0.01 * draw.standard_normal(ranks))
     made[:, Field.UPDATE], made[:, Field.DATA], made[:, Field.WAIT] = 15 * MS, 1 * MS, 30 * MS
     made[:, Field.ROUND_TRIP], made[:, Field.OTHERS] = 150, 2 * MS
+    made[:, Field.LONGEST_TRIP] = 200
     made[:, Field.INCARNATION] = 1
     for field, value in more.items():
         made[slow, field] += value
@@ -126,10 +128,124 @@ def test_links_are_not_blamed_for_one_sign_alone(ranks: int, more: Mapping[str, 
     assert not together(ranks, **more)
 
 
+Ends = dict[tuple[int, int], float]
+"""Round trips between hosts, us, by pair. Each host has one rank; the number of its address is 10 more."""
+
+
+def in_two_zones(hosts: int, far_us: float = 150.0) -> Ends:
+    """Round trips where the first half of the hosts is in one zone, and `far_us` lie between both."""
+    half = hosts // 2
+    return {
+        (a, b): far_us if (a < half) != (b < half) else 150.0
+        for a in range(hosts)
+        for b in range(a + 1, hosts)
+    }
+
+
+def on_links(
+    trips: Ends,
+    slow: Ends,
+    *,
+    ring: bool = True,
+    wait_ns: float = 30 * MS,
+    busy_us: float = 0.0,
+    seed: int = 9,
+) -> list[StragglerAction]:
+    """Return the reports on hosts of which some links become slower by so much, us, for a while.
+
+    ring: each host talks to its two neighbours alone. busy_us: all answers of all hosts are later for seconds
+    at a time, by up to so much at once, and each host's by as much again.
+    """
+    draw, machine = np.random.default_rng(seed), StragglerMachine()
+    hosts = max(b for _, b in trips) + 1
+    names = tuple(f"host{number}" for number in range(hosts))
+    machine.handle(Entered(ranks=tuple(range(hosts)), shards=(2,) * hosts, alike=(0,) * hosts, hosts=names))
+    found: list[StragglerAction] = []
+    for step in range(1, STEPS + 60):
+        made, is_slow = samples(draw, hosts, {}, 0), SLOW_FROM <= step < STEPS
+        of_all = busy_us * draw.random() if step % 20 < 10 else 0.0
+        of_host = of_all * draw.random(hosts)
+        for host in range(hosts):
+            near = [(host + 1) % hosts, (host - 1) % hosts] if ring else [*range(hosts)]
+            us = {}
+            for other in (each for each in near if each != host):
+                pair = (min(host, other), max(host, other))
+                more = slow.get(pair, 0.0) if is_slow else 0.0
+                base = trips[pair] * (1 + 0.3 * draw.random()) + of_all + of_host[other]
+                us[other] = base + more
+            far = max(us, key=lambda other: us[other])
+            made[host, Field.ROUND_TRIP], made[host, Field.LONGEST_TRIP] = min(us.values()), us[far]
+            made[host, Field.OWN_END], made[host, Field.PEER_END] = 10 + host, 10 + far
+        made[:, Field.WAIT] += (wait_ns if is_slow else 0.0) + 4 * MS * draw.random(hosts)
+        found += machine.handle(Stepped(step, made))
+        machine.check_invariants()
+    return found
+
+
+@pytest.mark.parametrize("hosts", [3, 4, 16])
+@pytest.mark.parametrize("busy_us", [0.0, 2_000.0])
+def test_a_slow_link_between_two_of_many_hosts_is_named_once(hosts: int, busy_us: float) -> None:
+    named, cleared = on_links(in_two_zones(hosts), {(1, 2): 20_000.0}, busy_us=busy_us)
+    assert isinstance(named, Named) and isinstance(cleared, Cleared)
+    assert named.together == cleared.together == (1, 2) and named.cause is cleared.cause is Cause.LINK
+    assert SLOW_FROM + 7 <= named.step <= SLOW_FROM + 20 and cleared.step >= STEPS
+    assert named.text.startswith(
+        "the link between host1 (rank 1) and host2 (rank 2) is slow: a step takes 1."
+    )
+    assert " ms for a round trip, where others take " in named.evidence and 1.1 < named.factor < 1.4
+    assert cleared.text == "the link between host1 (rank 1) and host2 (rank 2) is no longer slow (cause link)"
+
+
+def test_a_link_between_two_zones_is_slow_once_it_is_slower_than_it_was() -> None:
+    zones = in_two_zones(4, 5_000.0)
+    assert not on_links(zones, {}) and not on_links(zones, {}, ring=False)
+    for ring in (True, False):
+        named, _ = on_links(zones, {(1, 2): 20_000.0}, ring=ring)
+        assert isinstance(named, Named) and named.together == (1, 2)
+    inside, _ = on_links(zones, {(0, 1): 30_000.0})
+    assert isinstance(inside, Named) and inside.together == (0, 1)
+
+
+def test_two_slow_links_of_one_host_are_named_both() -> None:
+    found = on_links(in_two_zones(5), {(1, 2): 20_000.0, (1, 4): 24_000.0}, ring=False)
+    assert {each.together for each in found if isinstance(each, Named)} == {(1, 2), (1, 4)}
+    assert {each.together for each in found if isinstance(each, Cleared)} == {(1, 2), (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "slow", "more"),
+    [
+        (4, {}, {"busy_us": 50_000.0}),
+        (8, {}, {"busy_us": 50_000.0, "ring": False}),
+        (4, {(1, 2): 20_000.0}, {"wait_ns": 0.0}),
+        (4, {(0, 2): 20_000.0}, {}),
+        (4, {}, {}),
+    ],
+    ids=[
+        "all hosts are late",
+        "all are, each to each",
+        "nobody waits",
+        "the ring has no such link",
+        "waits alone",
+    ],
+)
+def test_no_link_is_blamed_for_one_sign_alone(hosts: int, slow: Ends, more: Mapping[str, Any]) -> None:
+    for seed in range(4):
+        assert not on_links(in_two_zones(hosts), slow, seed=seed, **more), seed
+
+
+def test_a_host_behind_a_slow_cable_is_named_and_none_of_its_links() -> None:
+    """Only the cable: each of its links is as slow, and it has no faster one."""
+    for hosts in (3, 5):
+        slow = {pair: 20_000.0 for pair in in_two_zones(hosts) if 1 in pair}
+        named, _ = on_links(in_two_zones(hosts), slow, ring=False)
+        assert isinstance(named, Named) and (named.rank, named.cause, named.link) == (1, Cause.LINK, "")
+
+
 def test_short_steps_are_judged_several_at_a_time() -> None:
     draw, machine = np.random.default_rng(3), StragglerMachine()
     machine.handle(Entered(ranks=(0, 1), shards=(2, 2), alike=(0, 0)))
-    short = [field for field in Field if field not in (Field.KNOWN, Field.ROUND_TRIP, Field.INCARNATION)]
+    short = [field for field in Field if field not in KEPT]
     found: list[StragglerAction] = []
     for step in range(1, 900):
         made = samples(draw, 2, {Field.PASSES: 12 * MS} if step > 500 else {}, 1)

@@ -116,4 +116,14 @@ def test_the_round_trip_of_a_connection_to_another_host_is_the_kernels(host: str
             round_trip_us, segments = smoothed_round_trip(one)
             assert 0 < round_trip_us < 10_000_000 and segments == 1
             assert smoothed_round_trip(server) == (0, 0)
-            assert (samples._round_trip_us() > 0) is counts
+            trips = samples._measured_trips()
+            assert (trips.least_us > 0) is (trips.most_us >= trips.least_us > 0) is counts
+            ends = (samples.address_number("127.0.0.1"), samples.address_number(host))
+            # The other end is a connection of this process as well.
+            assert {trips.own, trips.peer} == ({*ends} if counts else {0.0})
+
+
+def test_an_address_is_one_number_however_a_socket_names_it() -> None:
+    number = samples.address_number
+    assert number("::ffff:10.0.0.1") == number("10.0.0.1") != number("10.0.0.2")
+    assert number("fe80::1%eth0") == number("fe80::1") and number("10.0.0.1").is_integer()

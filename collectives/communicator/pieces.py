@@ -14,6 +14,7 @@ from zbmd.collectives.device.host_copy import DeviceStaging
 from zbmd.collectives.device.windows import DeviceWindows
 from zbmd.collectives.execution.executor import Executor
 from zbmd.collectives.execution.plan import Plan, Run, plan_of
+from zbmd.collectives.flight.device_clock import DeviceClock
 from zbmd.collectives.programs.layout import Layout, Piece
 from zbmd.collectives.programs.program import IN, OUT, PUB, hash_text
 from zbmd.collectives.programs.reductions import itemsize
@@ -81,13 +82,14 @@ class PieceRunner:
     other's memory; on_devices: whether the latest call went that way.
     """
 
-    def __init__(self, segment: Segment, executor: Executor, place: int) -> None:
+    def __init__(self, segment: Segment, executor: Executor, place: int, clock: DeviceClock) -> None:
         self._segment = segment
         self._executor = executor
         self._place = place
         self.single: Run | None = None
         self.staged_bytes = 0
-        self.devices = DeviceStaging(segment)
+        self._clock = clock
+        self.devices = DeviceStaging(segment, clock=clock)
         self.windows: DeviceWindows | None = None
         self.on_devices = False
 
@@ -98,6 +100,7 @@ class PieceRunner:
         if not arrays:
             self._run(call, plan, sides, deadline_ns)
             return
+        self._clock.begin()
         if self.windows is not None and self._run_on_devices(self.windows, call, sides, deadline_ns):
             return
         try:
@@ -109,6 +112,7 @@ class PieceRunner:
     def close(self) -> None:
         """Give back what there is of devices. Idempotent. Raises `CudaFault`."""
         self.connected(None)
+        self._clock.close()
         self.devices.close()
 
     def connected(self, windows: DeviceWindows | None) -> None:
@@ -148,6 +152,7 @@ class PieceRunner:
                 (side.store for side in sides if side.store is not None and not side.only_read), None
             ),
             meet=partial(self._meet, call, deadline_ns),
+            clock=self._clock,
             deadline_ns=deadline_ns,
         )
         return True

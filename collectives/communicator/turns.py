@@ -55,7 +55,7 @@ class Turns:
         self._name = name
         self.turnstile = Turnstile()
         self.flight = FlightLog()
-        self.pieces = PieceRunner(segment, executor, executor.place)
+        self.pieces = PieceRunner(segment, executor, executor.place, self.flight.devices)
         self.on_flight: OnFlight | None = None
         self.on_fault: Callable[[str], object] | None = None
         self.explain: Explain | None = None
@@ -154,6 +154,7 @@ class Turns:
                 ring.renumber(ring.number(name, plan.in_arena.request.algorithm))
             if self.pieces.on_devices:
                 ring.renumber(ring.number(name, "devices"))
+                self.flight.devices.end(ring.begun - 1)
             ring.end(COMPLETE, native.met_ns, now_ns())
         finally:
             if self.on_flight is not None:

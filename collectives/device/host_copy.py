@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from zbmd.collectives.device.arrays import CallersArray, DeviceArray, given_back, new_array
 from zbmd.collectives.device.arrays_in import Array, Placed, Target, as_placed, packed, require_writeable
 from zbmd.collectives.errors import OperationAborted
+from zbmd.collectives.flight.device_clock import DEVICE_TO_HOST, HOST_TO_DEVICE, DeviceClock
 from zbmd.transport.cuda.api import CudaApi, CudaFault
 from zbmd.transport.errors import ArenaFull
 from zbmd.transport.memory.arena import Arena
@@ -43,11 +44,19 @@ class DeviceStaging:
     """One communicator's. For one thread at a time; `begin` to `end` is an operation.
 
     kept: pieces of memory that are kept for the next operation. spills: whether memory may lie elsewhere if
-    the arena is full.
+    the arena is full. clock: times the copies, if somebody starts it.
     """
 
-    def __init__(self, segment: Segment, *, kept: int = BLOCKS_MAX, spills: bool = False) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        kept: int = BLOCKS_MAX,
+        spills: bool = False,
+        clock: DeviceClock | None = None,
+    ) -> None:
         self._segment = segment
+        self._clock = DeviceClock() if clock is None else clock
         self._kept = kept
         self._spills = spills
         self._moves: dict[int, _Moves] = {}
@@ -76,12 +85,15 @@ class DeviceStaging:
             return
         moves = self._of(into if isinstance(into, DeviceArray) else src)
         if into.nbytes:
-            moves.copy(_address(into), _address(src), into.nbytes)
+            way = HOST_TO_DEVICE if isinstance(into, DeviceArray) else DEVICE_TO_HOST
+            with self._clock.timed(moves.api, moves.stream, (way, into.nbytes)):
+                moves.copy(_address(into), _address(src), into.nbytes)
 
     def settle(self) -> None:
         """Wait until all copies that were asked for have drained. Raises `CudaFault`."""
         for moves in self._moves.values():
             moves.settle()
+        self._clock.read()
 
     def end(self) -> None:
         """The end of an operation, however it went: nothing touches its memory any more."""
@@ -108,26 +120,26 @@ class _Moves:
     """One device's: a stream for its copies, and the memory that it copies from and to."""
 
     def __init__(self, api: CudaApi, kept: int, spills: bool) -> None:
-        self._api = api
+        self.api = api
         self._kept = kept
         self._spills = spills
-        self._stream = api.stream_create()
+        self.stream = api.stream_create()
         self._event = api.event_create()
         self._under_way = False
         self._idle: list[_Block] = []
         self._used: list[_Block] = []
 
     def join(self, stream: int) -> None:
-        self._api.event_record(self._event, stream)
-        self._api.stream_wait_event(self._stream, self._event)
+        self.api.event_record(self._event, stream)
+        self.api.stream_wait_event(self.stream, self._event)
 
     def copy(self, into: int, src: int, nbytes: int) -> None:
         self._under_way = True
-        self._api.memcpy_async(into, src, nbytes, self._stream)
+        self.api.memcpy_async(into, src, nbytes, self.stream)
 
     def settle(self) -> None:
         if self._under_way:
-            self._api.stream_synchronize(self._stream)
+            self.api.stream_synchronize(self.stream)
             self._under_way = False
 
     def take(self, segment: Segment, nbytes: int) -> NDArray[np.uint8]:
@@ -153,12 +165,12 @@ class _Moves:
                 if not self._spills:
                     raise
                 whole = np.empty(pages * PAGE_BYTES, np.uint8)
-        return _Block(self._api, whole)
+        return _Block(self.api, whole)
 
     def _keep(self, blocks: int) -> None:
         """No more than so many, the latest."""
         while len(self._idle) > blocks:
-            self._idle.pop(0).unlock(self._api)
+            self._idle.pop(0).unlock(self.api)
 
     def give_back(self) -> None:
         self._idle += self._used
@@ -168,8 +180,8 @@ class _Moves:
     def close(self) -> None:
         self.give_back()
         self._keep(0)
-        self._api.event_destroy(self._event)
-        self._api.stream_destroy(self._stream)
+        self.api.event_destroy(self._event)
+        self.api.stream_destroy(self.stream)
 
 
 class _Block:

@@ -35,6 +35,7 @@ from zbmd.collectives.device.phases import (
     result_offset,
 )
 from zbmd.collectives.device.staged_calls import DeviceLate, wait_for_event
+from zbmd.collectives.flight.device_clock import DeviceClock
 from zbmd.collectives.programs.reductions import REDUCTIONS, itemsize
 from zbmd.transport.cuda.api import (
     HANDLE_BYTES,
@@ -171,6 +172,7 @@ class DeviceWindows:
         source: Placed | None,
         target: Placed | None,
         meet: Callable[[], None],
+        clock: DeviceClock,
         deadline_ns: int,
     ) -> None:
         """Carry an operation out and return when its result is there. `count`: elements of a block.
@@ -179,7 +181,7 @@ class DeviceWindows:
         once all members have called it. Raises what `meet` does, `CudaFault`, and `DeviceLate`, after which
         the device may still touch the arrays.
         """
-        run = _Run(self, operation, count, dtype, reduction, root, source, target)
+        run = _Run(self, operation, count, dtype, reduction, root, source, target, clock)
         for array in (source, target):
             if isinstance(array, DeviceArray):
                 self._api.event_record(self._event, array.stream)
@@ -188,7 +190,7 @@ class DeviceWindows:
         try:
             for begin in range(0, count, piece):
                 self._carry_out(run, begin, min(piece, count - begin), meet, deadline_ns)
-            self._settle(deadline_ns)
+            self._settle(clock, deadline_ns)
         except DeviceLate:
             self._late = (source, target)
             raise
@@ -225,15 +227,17 @@ class DeviceWindows:
         )
         for number, phase in enumerate(phases):
             if number:
-                self._settle(deadline_ns)
+                self._settle(run.clock, deadline_ns)
                 meet()
-            for step in phase:
-                run.ask(step, half, begin, length)
+            with run.clock.timed(self._api, self._stream):
+                for step in phase:
+                    run.ask(step, half, begin, length)
 
-    def _settle(self, deadline_ns: int) -> None:
+    def _settle(self, clock: DeviceClock, deadline_ns: int) -> None:
         """Wait until all that the stream was asked for is done."""
         self._api.event_record(self._event, self._stream)
         wait_for_event(self._api, self._event, deadline_ns, spin_s=SPIN_S)
+        clock.read()
 
     # -- for `_Run` --------------------------------------------------------------------------------------
 
@@ -292,6 +296,7 @@ class _Run:
     root: int
     source: Placed | None
     target: Placed | None
+    clock: DeviceClock
 
     def ask(self, step: Step, half: int, begin: int, length: int) -> None:
         """Ask for a step of the piece of elements begin..begin+length of each block."""

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import overload
 
 from zbmd.collectives.flight._flight import COMPLETE, FAILED, RUNNING, FlightRing
+from zbmd.collectives.flight.device_clock import DeviceClock
 
 FLIGHT_RECORDS_MAX = 4096
 """Operations remembered by a communicator."""
@@ -45,10 +46,13 @@ class FlightRecord:
 
 
 class FlightLog(Sequence[FlightRecord]):
-    """The latest operations of one communicator, the oldest first. `ring` is what is written."""
+    """The latest operations of one communicator, the oldest first. `ring` is what is written; `devices` times
+    what they do on devices.
+    """
 
     def __init__(self, maxlen: int = FLIGHT_RECORDS_MAX) -> None:
         self.ring = FlightRing(maxlen)
+        self.devices = DeviceClock()
         self.maxlen = maxlen
 
     def __len__(self) -> int:

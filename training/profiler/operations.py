@@ -19,7 +19,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
-from zbmd.collectives.flight._flight import COMPLETE, FlightRing
+from zbmd.collectives.flight._flight import COMPLETE
+from zbmd.collectives.flight.recorder import FlightLog
 from zbmd.training.autograd._spans import SpanRecorder
 from zbmd.training.autograd.array_module import Array
 from zbmd.training.autograd.op_watch import Kernel
@@ -133,11 +134,11 @@ class OpSampler:
         self._began_ns = self._inner_ns = 0
         self.generation = 0
         """Of its rows: whoever keeps some from step to step asks for them again in another one."""
-        self._rings: list[tuple[FlightRing, int]] = []
+        self._flights: list[tuple[FlightLog, int]] = []
         self._playing: tuple[OpSum, int] | None = None
         """Of the rule that runs: the row of what it leaves for later, and its unit."""
 
-    def start(self, rings: Sequence[FlightRing]) -> None:
+    def start(self, flights: Sequence[FlightLog]) -> None:
         """Begin a step, with the operations that groups begin from now on.
 
         Rows are kept from step to step, and made again once there were too many: shapes may change each step.
@@ -148,13 +149,15 @@ class OpSampler:
             self.generation += 1
         for one in self._sums():
             one.clear()
-        self._rings = [(ring, ring.begun) for ring in rings]
+        self._flights = [(flight, flight.ring.begun) for flight in flights]
+        for flight in flights:
+            flight.devices.start()
         self._timed_calls.clear()
         self._times = None if self._timer is None else self._timer.begin()
 
     def end(self) -> None:
         """End the step: nothing that happens from now on is part of its rows, but copies that it began."""
-        self._of_groups, self._rings = _collectives(self._rings), []
+        self._of_groups, self._flights = _collectives(self._flights), []
         if self._timer is not None:
             self._timer.end()
 
@@ -295,11 +298,11 @@ class OpSampler:
             self._times = None
         merged: dict[Key, OpRow] = {}
         for one in self._sums():
-            row, known = one.row(), merged.get(one.key)
-            if row.calls:
-                merged[one.key] = row if known is None else _sum_of(known, row)
-        found = [*merged.values(), *self._of_groups]
-        return tuple(sorted(found, key=lambda row: -row.execute_ns)[:OPS_MAX])
+            if one.calls:
+                _merge(merged, one.row())
+        for row in self._of_groups:
+            _merge(merged, row)
+        return tuple(sorted(merged.values(), key=lambda row: -row.execute_ns)[:OPS_MAX])
 
     def _take_times(self, times: StepTimes) -> None:
         """Add up what ran how long on the device: calls, and copies between it and the host."""
@@ -318,6 +321,12 @@ class OpSampler:
             self._rest.calls += 1
             last_ns = max((at_ns[call.end] for call in calls), default=0)
             self._rest.execute_ns += max(0, at_ns[-1] - last_ns)
+
+
+def _merge(into: dict[Key, OpRow], row: OpRow) -> None:
+    key = row.op, row.which, row.shape, row.dtype
+    known = into.get(key)
+    into[key] = row if known is None else _sum_of(known, row)
 
 
 def _sum_of(one: OpRow, other: OpRow) -> OpRow:
@@ -368,9 +377,17 @@ class _Hook:
         sampler._note(None, begin)
 
 
-def _collectives(rings: Sequence[tuple[FlightRing, int]]) -> list[OpRow]:
+def _collectives(flights: Sequence[tuple[FlightLog, int]]) -> list[OpRow]:
+    """Return the rows of operations, and of copies that those between host and device made of their own.
+
+    One between devices runs as long as these work for it; all else of its time is a wait for other ranks.
+    """
     sums: dict[tuple[str, str], list[int]] = {}
-    for ring, first in rings:
+    copies: list[OpRow] = []
+    for flight, first in flights:
+        ring, timed = flight.ring, flight.devices.stop()
+        for (way, nbytes), (calls, ns) in timed.copies.items():
+            copies.append(OpRow(way, COPY, f"{nbytes} B", "", calls, ns, 0, calls * nbytes, 0))
         for number in range(max(first, ring.begun - ring.capacity), ring.begun):
             try:
                 operation, algorithm, _, nbytes, start_ns, met_ns, end_ns, state, _ = ring.record(number)
@@ -379,13 +396,16 @@ def _collectives(rings: Sequence[tuple[FlightRing, int]]) -> list[OpRow]:
             if state != COMPLETE:
                 continue
             ready_ns = min(max(met_ns, start_ns), end_ns)
+            ran_ns, wait_ns = end_ns - ready_ns, ready_ns - start_ns
+            if (device_ns := timed.of_operations.get(number)) is not None:
+                ran_ns, wait_ns = device_ns, max(0, end_ns - start_ns - device_ns)
             one = sums.setdefault((operation, f"{nbytes} B {algorithm}"), [0, 0, 0, 0])
-            took = (1, end_ns - ready_ns, ready_ns - start_ns, nbytes)
-            one[:] = [known + more for known, more in zip(one, took, strict=True)]
-    return [
+            one[:] = [known + more for known, more in zip(one, (1, ran_ns, wait_ns, nbytes), strict=True)]
+    rows = [
         OpRow(op, COLLECTIVE, shape, "", calls, execute_ns, wait_ns, nbytes, 0)
         for (op, shape), (calls, execute_ns, wait_ns, nbytes) in sums.items()
     ]
+    return rows + copies
 
 
 # ---- what an op is

@@ -191,7 +191,7 @@ class Profiler:
         if self._ops_every and step % self._ops_every == 0:
             self._put_ops(waits=True)
             self.samples = True
-            self.sampler.start([group.communicator.flight.ring for _, group in self._followed.values()])
+            self.sampler.start([group.communicator.flight for _, group in self._followed.values()])
         return line
 
     def operations(self) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.devices.cuda_model import DeviceRace
+from support.devices.cuda_model_timing import BYTES_PER_NS, KERNEL_NS
 from support.devices.device_threads import ThreadRank, run_threads
 from support.devices.device_worlds import model_host, of_device, on_device
 from support.reductions import reductions_of
@@ -302,3 +303,51 @@ def test_folds_are_compiled_for_gpus(tmp_path: Any) -> None:
         for op in reductions_of(dtype):
             report = found.kernels[fold_name(dtype_code(dtype), reduction_code(op, dtype))]
             assert report.spill_bytes == 0 and report.registers <= 64, (dtype, op, report)
+
+
+def test_operations_have_the_times_of_the_device_while_somebody_wants_them() -> None:
+    """What the modelled device takes is known: a load, a fold of a half and a fetch of each half."""
+    host, count = model_host(devices=2), 8_000
+
+    def body(p: ThreadRank) -> dict[int, int]:
+        c = connected(p)
+        x = on_device(p.process, values(p.rank, count, FLOAT32))
+        c.all_reduce(x, deadline_ns=p.soon())
+        clock = c.flight.devices
+        clock.start()
+        first = c.flight.ring.begun
+        c.all_reduce(x, deadline_ns=p.soon())
+        c.broadcast(x, 0, deadline_ns=p.soon())
+        found = clock.stop()
+        c.all_reduce(x, deadline_ns=p.soon())
+        assert not found.copies and len(clock.stop().of_operations) == 2, "nothing is timed unless asked for"
+        p.close(c)
+        return {number - first: ns for number, ns in found.of_operations.items()}
+
+    whole_ns = count * 4 // BYTES_PER_NS
+    found = run_threads(host, 2, body)
+    assert [each[0] for each in found] == [whole_ns + KERNEL_NS + whole_ns] * 2
+    assert [each[1] for each in found] == [whole_ns] * 2, "the root loads, the other one fetches"
+    host.drain()
+
+
+def test_copies_of_staged_operations_have_the_times_of_the_device() -> None:
+    host, count = model_host(devices=2), 8_000
+
+    def body(p: ThreadRank) -> Any:
+        c = p.communicator()
+        x = on_device(p.process, values(p.rank, count, FLOAT32))
+        c.flight.devices.start()
+        c.all_reduce(x, deadline_ns=p.soon())
+        found = c.flight.devices.stop()
+        p.close(c)
+        return found
+
+    whole = count * 4
+    for found in run_threads(host, 2, body):
+        assert not found.of_operations, "it ran on the host"
+        assert found.copies == {
+            ("device_to_host", whole): (1, whole // BYTES_PER_NS),
+            ("host_to_device", whole): (1, whole // BYTES_PER_NS),
+        }
+    host.drain()

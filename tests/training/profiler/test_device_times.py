@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 from support.devices.cuda_model import ModelHost
 from support.devices.cuda_model_launches import ModelLaunch
-from support.devices.cuda_model_timing import BYTES_PER_NS
+from support.devices.cuda_model_timing import BYTES_PER_NS, KERNEL_NS
+from support.devices.device_threads import ThreadRank, run_threads
+from support.devices.device_worlds import model_host, on_device
 from support.devices.kernel_numbers import by_numpy, nothing_compiled
 
 from zbmd.tools.runs.profile import op_shares
+from zbmd.training.autograd._spans import SpanRecorder
 from zbmd.training.autograd.op_watch import watched
 from zbmd.training.config import GPTConfig
 from zbmd.training.model.gpt import GPT
@@ -30,9 +33,10 @@ from zbmd.training.ops.cuda.executor import Executor
 from zbmd.training.ops.cuda.module import DeviceModule
 from zbmd.training.ops.cuda.transfers import StateCopy
 from zbmd.training.profiler.lines import OpRow, OpsLine, StepLine, read_profiles
-from zbmd.training.profiler.operations import COPY, Timed, own_times
+from zbmd.training.profiler.operations import COLLECTIVE, COPY, OpSampler, Timed, own_times
 from zbmd.training.profiler.peak import device_machine, known
 from zbmd.training.profiler.profiler import open_profiler, unit_flops
+from zbmd.training.profiler.ring import RING_BYTES
 
 CONFIG = GPTConfig(context=16, width=64, heads=1, layers=2)
 MS = 1_000_000
@@ -178,6 +182,36 @@ def test_nothing_waits_for_the_device_within_a_sampled_step(tmp_path: Path) -> N
     _, (line,) = made.lines()
     (update,) = line.ops
     assert (line.step, update.op, update.execute_ns) == (2, "update", 1000)
+
+
+def test_operations_on_devices_have_rows_with_the_times_of_the_devices() -> None:
+    """Those between devices by events of their streams, and the copies of those that the host carries out."""
+    host, count = model_host(devices=2), 8_000
+
+    def body(p: ThreadRank) -> tuple[OpRow, ...]:
+        direct, staged = p.communicator(), p.communicator(channel=1)
+        x = on_device(p.process, np.ones(count, np.float32))
+        assert direct.connect_devices(x, deadline_ns=p.soon()).direct
+        sampler = OpSampler(SpanRecorder(bytearray(RING_BYTES), 0))
+        sampler.start([direct.flight, staged.flight])
+        for c in (direct, direct, staged):
+            c.all_reduce(x, deadline_ns=p.soon())
+        sampler.end()
+        rows = sampler.rows()
+        p.close(direct, staged)
+        return rows
+
+    copy_ns = count * 4 // BYTES_PER_NS
+    for rows in run_threads(host, 2, body):
+        found = {(row.op, row.shape): row for row in rows}
+        between = found["all_reduce", f"{count * 4} B devices"]
+        assert (between.which, between.calls, between.nbytes) == (COLLECTIVE, 2, 2 * count * 4)
+        assert between.execute_ns == 2 * (copy_ns + KERNEL_NS + copy_ns) and between.wait_ns > 0
+        for way in ("device_to_host", "host_to_device"):
+            copies = found[way, f"{count * 4} B"]
+            assert (copies.which, copies.calls, copies.execute_ns) == (COPY, 1, copy_ns)
+        assert sum(row.which == COLLECTIVE for row in rows) == 2, "the host's all-reduce has a row as well"
+    host.drain()
 
 
 def test_own_times_are_without_what_is_nested() -> None:

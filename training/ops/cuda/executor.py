@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from zbmd.collectives.flight.device_clock import DEVICE_TO_HOST, HOST_TO_DEVICE
 from zbmd.training.ops.cuda.compiler import Compiler
 from zbmd.training.ops.cuda.device_array import Block, DeviceArray, Out, Pool
 from zbmd.training.ops.cuda.table import BY_NAME, PORTABLE, MatmulPrecision, compile_source
-from zbmd.training.ops.cuda.timing import DEVICE_TO_HOST, HOST_TO_DEVICE, StepTimes, Timer
+from zbmd.training.ops.cuda.timing import StepTimes, Timer
 from zbmd.transport.cuda.api import (
     CudaApi,
     CudaFault,

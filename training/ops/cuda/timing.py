@@ -17,8 +17,6 @@ from zbmd.transport.cuda.api import CudaApi
 
 EVENTS_MAX: Final = 1 << 14
 """Of a step. What comes after the last one is timed as one."""
-HOST_TO_DEVICE: Final = "host_to_device"
-DEVICE_TO_HOST: Final = "device_to_host"
 _NO_TIMES: Final = nullcontext()
 
 

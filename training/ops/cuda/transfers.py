@@ -9,10 +9,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from zbmd.collectives.flight.device_clock import HOST_TO_DEVICE
 from zbmd.training.native._kernels import state_sum
 from zbmd.training.ops.cuda.device_array import SQUARES_BLOCK, DeviceArray, Out
 from zbmd.training.ops.cuda.executor import Executor, TimedDownloads
-from zbmd.training.ops.cuda.timing import HOST_TO_DEVICE, StepTimes
+from zbmd.training.ops.cuda.timing import StepTimes
 from zbmd.transport.native._native import address_of
 
 SLOTS: Final = 2

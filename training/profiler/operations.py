@@ -166,6 +166,18 @@ class OpSampler:
         """Whether `rows` needs not wait for a device."""
         return self._times is None or self._times.is_done
 
+    def mark(self) -> int:
+        """Note what the device was asked for so far; return a number, -1 if no device is timed."""
+        return self._mark()
+
+    def called(self, one: OpSum, began_ns: int, end_ns: int, begin: int) -> None:
+        """Add a call of another library. begin: the `mark` before it, -1 of a call on the host."""
+        self.add(one, -1, began_ns, end_ns, end_ns - began_ns)
+        if begin >= 0:
+            self._note(one, begin)
+        elif self._times is not None:
+            one.execute_ns += end_ns - began_ns
+
     def _mark(self) -> int:
         return -1 if self._times is None else self._times.mark()
 

@@ -346,12 +346,14 @@ def open_profiler(
     dtype: str = "float32",
     ops_every: int = 0,
     executor: Executor | None = None,
+    timer: Timer | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Profiler:
     """Return the profiler of this rank, whose passes are of `model` over `sequences` of its context's length.
 
     directory: None: it writes no files. model: None: none whose operations are known. ops_every: see
-    `Profiler`. executor: the device that computes, if one does.
+    `Profiler`. executor: the device that computes, if one does. timer: of a device that another library
+    computes on.
 
     Raises `UserError` for a ZBMD_PROFILE that is neither on nor off.
     """
@@ -383,7 +385,7 @@ def open_profiler(
         units=() if model is None else _unit_lines(model, sequences),
         stream=None if peak is None or peak.bytes_per_s is None else peak.bytes_per_s / sharing,
     )
-    timer = None if executor is None else executor.timer
+    timer = timer if executor is None else executor.timer
     return Profiler(directory if wanted == "on" else None, run, ops_every=ops_every, timer=timer)
 
 

@@ -17,7 +17,8 @@ from zbmd.actors.view import Outcome
 from zbmd.tools.dashboard import queries
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.telemetry.ingest import RunDatabase
-from zbmd.training.profiler.lines import OPS_MAX
+from zbmd.training.ops.cuda.timing import Timer
+from zbmd.training.profiler.lines import OPS_MAX, read_profiles
 from zbmd.training.profiler.operations import EVERY_VARIABLE, OpSampler
 from zbmd.training.profiler.profiler import open_profiler
 from zbmd.transport.errors import UserError
@@ -25,6 +26,7 @@ from zbmd.transport.errors import UserError
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
 operations: Any = importlib.import_module("zbmd.training.torch.durable.operations")
+cuda_events: Any = importlib.import_module("zbmd.training.torch.durable.cuda_events")
 resilient: Any = importlib.import_module("zbmd.training.torch.resilient")
 
 PROGRAM = PROGRAMS / "tools/profiled_loop.py"
@@ -240,3 +242,62 @@ def test_the_variable_says_which_steps_of_a_recorded_loop_are_sampled(
     monkeypatch.setenv(EVERY_VARIABLE, "often")
     with pytest.raises(UserError, match=f"{EVERY_VARIABLE}: expected off or every=N"):
         resilient._ops_every(None, True)
+
+
+class EventsOfAModel:
+    """Stands for `torch.cuda`: a device on which 1 µs passes from one event to the next."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def Event(self, *, enable_timing: bool, interprocess: bool) -> Any:
+        assert enable_timing and not interprocess
+        return EventOfAModel(self)
+
+
+class EventOfAModel:
+    """An event of PyTorch: it has a time once it was waited for."""
+
+    def __init__(self, device: EventsOfAModel) -> None:
+        self._device = device
+        self._at_ms = -1.0
+        self._is_done = False
+
+    def record(self) -> None:
+        self._device.now_ms += 1e-3
+        self._at_ms, self._is_done = self._device.now_ms, False
+
+    def query(self) -> bool:
+        return self._is_done
+
+    def synchronize(self) -> None:
+        self._is_done = True
+
+    def elapsed_time(self, end: EventOfAModel) -> float:
+        if not (self._is_done and end._is_done):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return end._at_ms - self._at_ms
+
+
+def test_ops_on_a_device_have_the_times_of_its_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those on the host have the host's, in the same step."""
+    on_device = torch.ones(4, 4)
+    monkeypatch.setattr(operations, "_is_on_device", lambda tensor: tensor is on_device)
+    timer = Timer(cuda_events.TorchEvents(EventsOfAModel()), 0)
+    profiler = open_profiler(tmp_path, None, sequences=1, ops_every=2, timer=timer, environ={})
+    with profiler:
+        profiler.begin_step(2)
+        mode, on_host = operations.OpMode(profiler.sampler), torch.ones(64, 64)
+        mode.watch(is_on=True)
+        for _ in range(3):
+            torch.mm(on_device, on_device)
+            torch.mm(on_host, on_host)
+        mode.watch(is_on=False)
+        profiler.begin_step(3)
+    (life,) = read_profiles(tmp_path)
+    (line,) = life.ops
+    there, here = (next(row for row in line.ops if row.shape.startswith(shape)) for shape in ("4x4", "64x64"))
+    assert (there.calls, there.execute_ns) == (3, 3 * 1000) and there.enqueue_ns > 0
+    assert here.calls == 3 and here.execute_ns == here.enqueue_ns > 0

@@ -420,6 +420,13 @@ _OF_TORCH: Final = (
     ),
     ("nccl", ", one GPU", 1, "use NCCL beside zbmd, and abort it", partial(run_torch, "nccl", 1, 1)),
     ("nccl", ", two GPUs", 2, "kill a rank that NCCL waits for, and go on", partial(run_torch, "nccl", 2)),
+    (
+        "profile",
+        "",
+        1,
+        "compare the times of sampled ops of PyTorch with those of its events",
+        partial(run_torch, "profile", 1, 1),
+    ),
 )
 
 CHECKS: Final = (

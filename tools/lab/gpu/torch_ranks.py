@@ -2,7 +2,7 @@
 
     zbmd-node run --nproc-per-node 2 zbmd/tools/lab/gpu/torch_ranks.py WHAT
 
-WHAT: operations, streams, kill, overlap, nccl or resilient.
+WHAT: operations, streams, kill, overlap, nccl, resilient or profile.
 
 Rank r computes on GPU r modulo those that are visible. Rank 0 prints what came of it as a line of JSON.
 """
@@ -16,12 +16,19 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import zbmd.torch
 from zbmd.tools.lab.gpu.torch_operations import compare
+from zbmd.training.ops.cuda.timing import Timer
+from zbmd.training.profiler.lines import read_profiles
+from zbmd.training.profiler.profiler import open_profiler
+from zbmd.training.torch.durable.cuda_events import TorchEvents
+from zbmd.training.torch.durable.operations import OpMode
 from zbmd.transport.errors import PeerLost
 
 torch: Any = importlib.import_module("torch")
@@ -208,6 +215,37 @@ def resilient() -> str:
     return f"{run.steps} steps end with {found.hexdigest()[:16]}"
 
 
+def profile() -> str:
+    """Compare the time of a product's row in a sampled step with that of PyTorch's own events around it."""
+    x = torch.randn(WIDTH, WIDTH, device=device())
+    (x @ x).sum().item()  # plans and memory are made
+    timer = Timer(TorchEvents(), 0)
+    with tempfile.TemporaryDirectory() as folder:
+        profiler = open_profiler(Path(folder), None, sequences=1, ops_every=2, timer=timer, environ={})
+        with profiler:
+            profiler.begin_step(2)
+            mode = OpMode(profiler.sampler)
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            mode.watch(is_on=True)
+            began.record()
+            for _ in range(ROUNDS):
+                torch.mm(x, x)
+            ended.record()
+            mode.watch(is_on=False)
+            profiler.begin_step(3)
+        (life,) = read_profiles(Path(folder))
+    (row,) = [one for line in life.ops for one in line.ops if one.op == "aten::mm"]
+    ended.synchronize()
+    whole_ms, row_ms = began.elapsed_time(ended), row.execute_ns / 1e6
+    _require(
+        row.calls == ROUNDS and 0.8 * whole_ms <= row_ms <= 1.01 * whole_ms, f"{row_ms} of {whole_ms} ms"
+    )
+    return f"{ROUNDS} products of {WIDTH}: {row_ms:.2f} ms by their row, {whole_ms:.2f} ms together"
+
+
+_WHAT: Final = (operations, streams, kill, overlap, nccl, resilient, profile)
+
+
 def _is_refused(x: Any) -> bool:
     try:
         dist.all_reduce(x)
@@ -237,7 +275,7 @@ def _require(holds: bool, what: str) -> None:
 def main(what: str) -> None:
     """One rank."""
     rank = int(os.environ["RANK"])
-    told = {each.__name__: each for each in (operations, streams, kill, overlap, nccl, resilient)}[what]()
+    told = {each.__name__: each for each in _WHAT}[what]()
     if rank == 0:
         print(json.dumps({"told": told}), flush=True)
     if dist.is_initialized():

@@ -11,13 +11,35 @@ import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Final
-
-from zbmd.transport.cuda.api import CudaApi
+from typing import Final, Protocol
 
 EVENTS_MAX: Final = 1 << 14
 """Of a step. What comes after the last one is timed as one."""
 _NO_TIMES: Final = nullcontext()
+
+
+class EventApi(Protocol):
+    """What of `CudaApi` times need; PyTorch's events have it, too."""
+
+    def event_create(self, *, interprocess: bool = False, timed: bool = False) -> int:
+        """See `CudaApi`."""
+        ...
+
+    def event_record(self, event: int, stream: int) -> None:
+        """See `CudaApi`."""
+        ...
+
+    def event_query(self, event: int) -> bool:
+        """See `CudaApi`."""
+        ...
+
+    def event_synchronize(self, event: int) -> None:
+        """See `CudaApi`."""
+        ...
+
+    def event_elapsed_ns(self, begin: int, end: int) -> int:
+        """See `CudaApi`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +59,7 @@ class CopyTime:
 class StepTimes:
     """The marks of one step, in the order of their numbers; for any thread."""
 
-    def __init__(self, api: CudaApi, stream: int, events: list[int]) -> None:
+    def __init__(self, api: EventApi, stream: int, events: list[int]) -> None:
         self._api, self._stream, self._events = api, stream, events
         self._lock = threading.Lock()
         self._used = self._expected = 0
@@ -133,7 +155,7 @@ class StepTimes:
 class Timer:
     """Times steps of one device, one after the other. Copies are timed in a step whose times are wanted."""
 
-    def __init__(self, api: CudaApi, stream: int) -> None:
+    def __init__(self, api: EventApi, stream: int) -> None:
         self._api, self._stream = api, stream
         self._events: list[int] = []
         self._last: StepTimes | None = None

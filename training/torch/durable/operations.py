@@ -2,8 +2,10 @@
 
 It is on while the script computes and updates, and off during votes, copies and waits, and in all other
 steps. It sees what is left once autograd, DTensor and `torch.compile` have done their parts: of a compiled
-model, the calls that its code makes into PyTorch, and not the kernels that were generated. A backward pass
-on a CPU runs on the thread that asked for it; to other threads of autograd PyTorch hands the mode on.
+model, the calls that its code makes into PyTorch, and not the kernels that were generated. A call whose first
+tensor is on a GPU runs as long as PyTorch's events say that stand around it, any other one by the host's
+clock. A backward pass on a CPU runs on the thread that asked for it; to other threads of autograd PyTorch
+hands the mode on.
 """
 
 from __future__ import annotations
@@ -83,13 +85,14 @@ class OpMode(modes.TorchDispatchMode):  # type: ignore[misc]
         if types and any(each.__torch_dispatch__ is not _PLAIN for each in types):
             return NotImplemented  # a DTensor, say, which makes calls of its own
         kwargs = kwargs or {}
+        tensors = [each for each in map(_tensor_in, args) if each is not None] if self._is_on else []
+        begin = self._sampler.mark() if tensors and _is_on_device(tensors[0]) else -1
         begin_ns = now_ns()
         out = func(*args, **kwargs)
         end_ns = now_ns()
         if not self._is_on:
             return out
         which = BACKWARD if _in_backward() != -1 else FORWARD if _records_gradients() else WORK
-        tensors = [each for each in map(_tensor_in, args) if each is not None]
         first = tensors[0] if tensors else _tensor_in(out)
         key = (
             func,
@@ -103,7 +106,7 @@ class OpMode(modes.TorchDispatchMode):  # type: ignore[misc]
         except KeyError:
             row = self._learnt(key, args, kwargs, out)
         if row is not None:
-            self._sampler.add(row, -1, begin_ns, end_ns, end_ns - begin_ns)
+            self._sampler.called(row, begin_ns, end_ns, begin)
         return out
 
     def _learnt(
@@ -119,6 +122,10 @@ class OpMode(modes.TorchDispatchMode):  # type: ignore[misc]
         if len(self._known) < KNOWN_MAX:
             self._known[key] = row
         return row
+
+
+def _is_on_device(tensor: Any) -> bool:
+    return bool(tensor.is_cuda)
 
 
 def _tensor_in(given: Any) -> Any:

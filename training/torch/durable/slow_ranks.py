@@ -33,7 +33,9 @@ from zbmd.training.job.stragglers.machine import (
 )
 from zbmd.training.job.stragglers.policy import OnStraggler
 from zbmd.training.job.stragglers.samples import Sampler
+from zbmd.training.ops.cuda.timing import Timer
 from zbmd.training.profiler.profiler import Profiler, open_profiler
+from zbmd.training.torch.durable.cuda_events import TorchEvents
 from zbmd.training.torch.durable.operations import OpMode
 from zbmd.training.torch.votes import samples_of
 from zbmd.transport.errors import UserError
@@ -96,7 +98,10 @@ class SlowLoopRanks:
         """Go on with these ranks; the first step is not measured. passes: of a step, of each rank."""
         self._leave()
         if self._profiler is None:
-            self._profiler = open_profiler(self._out, None, sequences=1, ops_every=self._ops_every)
+            timer = Timer(TorchEvents(), 0) if self._ops_every and torch.cuda.is_initialized() else None
+            self._profiler = open_profiler(
+                self._out, None, sequences=1, ops_every=self._ops_every, timer=timer
+            )
             self._ops = OpMode(self._profiler.sampler) if self._ops_every else None
             self._phases.install()
         self._profiler.follow(*(each.made for each in CONTINUITY.groups))

@@ -24,7 +24,7 @@ _NOTHING: Final = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What lies between two events. copies: its direction and bytes, if it is a copy by itself."""
+    """A span of a stream between two events. copies: its direction and bytes, if it is a copy by itself."""
 
     api: CudaApi
     begin: int

@@ -306,7 +306,7 @@ def test_folds_are_compiled_for_gpus(tmp_path: Any) -> None:
 
 
 def test_operations_have_the_times_of_the_device_while_somebody_wants_them() -> None:
-    """What the modelled device takes is known: a load, a fold of a half and a fetch of each half."""
+    """The modelled device takes known times for a load, a fold of a half and a fetch of each half."""
     host, count = model_host(devices=2), 8_000
 
     def body(p: ThreadRank) -> dict[int, int]:

@@ -19,7 +19,7 @@ _NO_TIMES: Final = nullcontext()
 
 
 class EventApi(Protocol):
-    """What of `CudaApi` times need; PyTorch's events have it, too."""
+    """The part of `CudaApi` that times need; PyTorch's events have it, too."""
 
     def event_create(self, *, interprocess: bool = False, timed: bool = False) -> int:
         """See `CudaApi`."""

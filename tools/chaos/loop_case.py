@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +19,7 @@ from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.tools.chaos import small_job
 from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, ended_within, failures_of
 from zbmd.tools.node.guard.command import PRELOAD as OF_GUARDS
+from zbmd.tools.node.run import snapshot_keeper
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.run.audit import LoopAudit, Proof
 from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
@@ -28,6 +31,8 @@ SAVED_EVERY: Final = 4
 """Steps from one checkpoint to the next, beside the loop."""
 ENDS: Final = "ends with "
 LOSSES: Final = "losses of the log: "
+HELD_S: Final = 30.0
+"""The time for which the state outlives a run that fails."""
 LINES_MAX: Final = 4096
 """Of all ranks together: three lines for each step are some hundred."""
 PRELOAD: Final = (*OF_GUARDS, "torch.distributed.fsdp", "zbmd.torch")
@@ -38,7 +43,8 @@ class LoopCase(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
     """A script, its variable MODE, and the kills. counts: as of `JobCase`; out: of its log and checkpoints.
 
     shrinks: it goes on with the ranks that are left. newcomers: so many of the ranks are of a node
-    that joins in the loop; see `growing_case`. environment: more variables.
+    that joins in the loop; see `growing_case`. environment: more variables. held: whether each step is
+    kept in memory that outlives the ranks.
     """
 
     program: Path
@@ -49,6 +55,7 @@ class LoopCase(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
     out: Path | None = None
     shrinks: bool = False
     newcomers: int = 0
+    held: bool = False
     environment: dict[str, str] = {}
     variables: dict[str, str] = {}
 
@@ -81,7 +88,12 @@ async def run_loop(case: LoopCase, template: EarlyTemplate | None) -> JobOutcome
         environment=environment_of(case),
         preload=PRELOAD,
     )
-    ended = await ended_within(Host(config, output=output, observer=output, template=template), RUN_S_MAX)
+    keeper = None
+    if case.held:  # of this run alone, whatever others hold of the same script
+        config = replace(config, arguments=(*arguments, secrets.token_hex(8)))
+        keeper = snapshot_keeper(config, HELD_S, output.lines.append)
+    host = Host(config, output=output, observer=output, template=template, snapshots=keeper)
+    ended = await ended_within(host, RUN_S_MAX)
     told = "\n".join(output.lines)
     if ended.exit_code != 0:
         raise UserError(f"with {case.fault!r} the loop did not finish: {ended.reason}\n{told}")

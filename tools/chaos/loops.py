@@ -92,7 +92,8 @@ class LoopSetting:
     """A loop of a kind, in a mode of its program, on `ranks` ranks. saves: it has a log and checkpoints.
 
     shrinks: lost ranks are not replaced; it has a log. newcomers: so many of the ranks come
-    later, to a loop that shrinks, too.
+    later, to a loop that shrinks, too. held: each step is kept in memory that outlives the ranks, so
+    that no two kills take a shard.
     """
 
     kind: str
@@ -101,10 +102,11 @@ class LoopSetting:
     saves: bool = False
     shrinks: bool = False
     newcomers: int = 0
+    held: bool = False
 
     def __str__(self) -> str:
         kind = f"{' saved' if self.saves else ''}{' shrinks' if self.shrinks and not self.newcomers else ''}"
-        return f"{self.kind} {self.mode}{kind} n={self.ranks}"
+        return f"{self.kind} {self.mode}{kind}{' held' if self.held else ''} n={self.ranks}"
 
     def case(self, *, out: Path, data: Path, fault: str, counts: Path | None) -> LoopCase:
         """Return a run of it."""
@@ -128,6 +130,7 @@ class LoopSetting:
             counts=counts,
             out=out if self.saves or self.shrinks else None,
             shrinks=self.shrinks,
+            held=self.held,
             environment=more if self.saves or not self.shrinks else {**more, "EVERY": "0"},
         )
 
@@ -161,6 +164,7 @@ SETTINGS: Final = (
         for mode in ("plain", "fused", "momentum", "mixed+every", "kept+every", "scaler+fused")
     ),
     LoopSetting(kind="fsdp", mode="hybrid", ranks=4),
+    *(LoopSetting(kind="fsdp", mode=mode, held=True) for mode in ("plain", "kept+every", "scaler+fused")),
     *(LoopSetting(kind=kind, mode="plain", saves=True) for kind in SHRINKING),
     *(LoopSetting(kind=kind, mode="plain", ranks=4, shrinks=True) for kind in SHRINKING),
     LoopSetting(kind="fsdp", mode="mixed+kept+fused", shrinks=True),
@@ -221,7 +225,7 @@ def verdict_on_end(setting: LoopSetting, fault: str, error: str, wanted: Collect
     """Return what to think of a run that did not succeed. error: why, and what its ranks said."""
     if setting.newcomers and _takes_all_with_state(setting, fault) and ALL_LOST.search(error):
         return "lost, and said so"
-    if setting.is_sharded and LOST.search(error):
+    if setting.is_sharded and not setting.held and LOST.search(error):
         is_early = setting.shrinks and UNCOPIED.search(error) and not reports_in(error.splitlines())
         if len(faults.parse(fault)) > 1 or is_early:
             return "lost, and said so"

@@ -24,6 +24,7 @@ from zbmd.collectives.scenarios.collectives import CollectivesScenario
 from zbmd.collectives.scenarios.repair import RepairScenario
 from zbmd.collectives.scenarios.subgroups import SubgroupsScenario
 from zbmd.training.scenarios.commit import CommitScenario
+from zbmd.training.scenarios.left_loop import LeftScenario
 from zbmd.training.scenarios.loop import LoopScenario
 from zbmd.training.scenarios.sharded_loop import HybridScenario, ShardScenario
 from zbmd.training.scenarios.training import TrainingScenario
@@ -83,6 +84,7 @@ SCENARIOS: Mapping[str, HuntedScenario] = MappingProxyType(
         ),
         "loop": HuntedScenario(make=LoopScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
         "shards": HuntedScenario(make=ShardScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 2, 3, 6)),
+        "left": HuntedScenario(make=LeftScenario, ranks=(2, 2, 3, 3, 4, 5), lengths=(1, 2, 3, 6)),
         "hybrid": HuntedScenario(make=HybridScenario, ranks=(2, 2, 2, 2, 4, 4, 6), lengths=(1, 2, 3, 6)),
         "repair": HuntedScenario(
             make=RepairScenario, ranks=(1, 2, 2, 3, 3, 4, 5), lengths=(1, 1, 1, 2, 3, 6)

@@ -163,6 +163,10 @@ class StampedSlots:
         """Return the note of the complete version in the slot; empty if there is none."""
         return NO_NOTE if self.version_in(slot) is None else self._get(slot)
 
+    def amend_note(self, slot: int, place: int, number: float) -> None:
+        """Change one number of a version's note, at once: who is killed has changed all of it or none."""
+        struct.pack_into("<d", self._memory, self._note_at(slot) + 8 + 8 * place, number)
+
     def put_record(self, slot: int, note: Note) -> None:
         """Keep the record of a committed version of the slot, of a length as in `put_note`."""
         self._put(SLOTS + slot, note)

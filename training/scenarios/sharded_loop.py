@@ -102,6 +102,11 @@ class ShardRank(LoopRank):
         )
 
     @property
+    def is_left(self) -> bool:
+        """Whether the gradients of the update were left in memory that outlives this rank."""
+        return False
+
+    @property
     def held(self) -> Held:
         """The rows that this rank has."""
         return self.shards.held.setdefault(self.member, Held({}, {}))
@@ -300,12 +305,12 @@ class ShardRank(LoopRank):
         return [sim.Exit()]
 
     def _update(self, *, promoted: bool, now_ns: int) -> list[sim.Effect[Message]]:
-        before, part = self.content, self.machine.division
+        before, part, replays = self.content, self.machine.division, self.ward is not None
         effects = super()._update(promoted=promoted, now_ns=now_ns)
         assert part is not None
         own, copy = self.held
         own.update({row: (*content, self.machine.version) for row, content in own.items()})
-        if part.size > 1:
+        if part.size > 1 and (replays or not self.is_left):
             ward = Delivery(ward_of(part.place, part.size), before)
             assert self.ward == ward, f"{self.member} replays {self.ward}, and not {ward}"
             copy.update({row: (*content, self.machine.version) for row, content in copy.items()})

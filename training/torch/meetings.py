@@ -73,6 +73,7 @@ class Meetings:
             size=state.ranks,
             held=memory.held if fresh else (),
             distinct=0 if state.shards is None else state.shards.distinct,
+            outlives=not fresh and memory.outlives(version),
         )
         self._captured = captured_machine(
             worker, tx.TRANSACTION, "loop", self.machine, tx.transaction_config(self.machine)
@@ -164,7 +165,7 @@ class Meetings:
         voters = [each for each in group.view.ids if each.rank in group.members]
         for _ in range(AGAIN_MAX):
             try:
-                self.do(tx.Cut())
+                self.do(tx.Cut(outlives=self._memory.outlives(self.machine.version)))
                 before = self.exchange.group.members
                 base = come_together(self._timeout, shrinks=self._shrinks, after=after, waits=again)
                 self.divides = self.divides or (base.members != before and not self.machine.fresh)
@@ -240,7 +241,10 @@ class Meetings:
         """Send or receive; return the version that has come, or else `version`."""
         shards, group = self._state.shards, self.exchange.group
         assert shards is not None
-        if move.source == self._state.rank:
+        if move.what is What.LEFT:
+            self._memory.recall_shard(move.version, self._state)
+            faults.hit(points.RECALLED)
+        elif move.source == self._state.rank:
             if move.what is What.REST:
                 self._state.give(group, [move.target], self.machine.version)
             else:

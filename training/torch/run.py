@@ -102,6 +102,7 @@ class Run:
             self._shares.assign(self._state.rank, ranks)
         self._run_id = f"{worker.job:016x}"
         self._memory = LoopMemory(worker, launched, self._plan.text())
+        self._memory.leave(self._state)
         self._slow = SlowLoopRanks(worker, options.out, options.on_straggler, options.profile_ops)
         for part in (self._memory, self._slow, self._state):
             CONTINUITY.at_leave(part.close)
@@ -120,6 +121,8 @@ class Run:
         out = None if replaces or state.rank else options.out
         with nullcontext("") if out is None else claiming(out, resume=options.resume, held=held) as taken:
             version, refused = (0, taken) if fresh else self._resumed(seed, taken)
+            if state.shards is not None and not fresh:
+                self._memory.found(Exchange(limit).group, state, version)
             of = worker, state, self._memory
             self._meetings = Meetings(*of, version=version, fresh=fresh, shrinks=self._shrinks)
             self._meetings.rest = self._close_recorder
@@ -130,6 +133,8 @@ class Run:
             else:
                 self._meetings.found(options=options.text(), refusal=refused)
             self._memory.enter(self._meetings.exchange.group, is_sharded=state.shards is not None)
+            if replaces:
+                self._memory.replaced(state, self.version)
             self._divide_shares()
             self._open_checkpoints(fresh=fresh)  # which reads what steps after the last checkpoint have noted
             self._open_recorder(fresh=fresh)
@@ -343,6 +348,8 @@ class Run:
             self._means.clear()
             self._state.keep()
             self._begin_beside(old.step)
+            if self._state.shards is not None:
+                self._state.shards.open(old.step + 1, leaves=self._meetings.machine.leaves)
         share = self._own_shares[self._shares.number]
         if then is None:
             self._slow.begin(old.step + 1)
@@ -583,7 +590,12 @@ class Run:
         (action,) = self._meetings.do(tx.Prepared(updates=updates, digests=digests, copy=copy))
         if isinstance(action, tx.Deliver):
             assert shards is not None
-            shards.deliver(self._meetings.exchange.group, self._meetings.exchange.end_ns)
+            if not action.leaves:
+                shards.deliver(self._meetings.exchange.group, self._meetings.exchange.end_ns)
+            elif updates:
+                shards.leave(self.steps + 1, action.version)
+            else:
+                self._memory.extend(action.version)
             faults.hit(points.DELIVERED)
             (action,) = self._meetings.do(tx.Delivered())
         assert isinstance(action, tx.Vote)

@@ -36,6 +36,10 @@ no rank has the state, or none a part of it, and what fresh ranks hold makes up 
 there (`Recall`), and all meet again: then they have it, as if they had never been lost. A rank whose ward is
 alone on another node keeps the ward's copy there as well: the memory of such a node may be lost.
 
+Where that memory has each rank's part, no buddy has copies: a rank leaves its gradients there before its vote
+(`Deliver` with `leaves`), and a fresh rank makes its shard of what was left: a step that is whole, and the
+update after it. Which of both holds is agreed on in each meeting (`all_outlive`).
+
 If there are fewer or more ranks than before, the sharded state is divided again (`fsdp.division`): all
 receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (`Adopt`). In a hybrid mesh
 whole replicas go on: ranks that are left over give what they have, and then `Wait`, as fresh ranks.
@@ -56,7 +60,9 @@ from zbmd.training.torch.fsdp.division import (
     Move,
     Plan,
     Report,
+    all_outlive,
     holders_of,
+    left_at,
     lost_part,
     missing_held,
     newest_held,
@@ -118,7 +124,9 @@ class AllVoted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A rank is lost, or others have given up since one is."""
+    """A rank is lost, or others have given up since one is. outlives: see `Report`."""
+
+    outlives: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +179,13 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
-    """Send the gradients for `version`, or the updated part, to the buddy, and receive the ward's."""
+    """Send the gradients for `version`, or the updated part, to the buddy, and receive the ward's.
+
+    leaves: leave them in memory that outlives this rank instead; or that nothing is updated.
+    """
 
     version: int
+    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,10 +320,13 @@ class Transactions:
         size: int = 1,
         held: tuple[Held, ...] = (),
         distinct: int = 0,
+        outlives: bool = False,
     ) -> None:
         self.version = version
         self.phase = Phase.FRESH if fresh else Phase.MEETING if sharded else Phase.OPEN
-        self.voted = self.keeps = False
+        self.voted = self.keeps = self.leaves = False
+        """leaves: the memory of all ranks has their parts, for whoever replaces them: no buddy has copies."""
+        self.outlives = outlives
         self.fresh, self.sharded, self.held, self.distinct = fresh, sharded, held, distinct
         self._recalls: tuple[Held, int] | None = None
         """The part that is being taken from memory, and the number of its division."""
@@ -345,6 +360,7 @@ class Transactions:
             division=self.division,
             ready=self.ready,
             held=self.held if self.fresh else (),
+            outlives=self.outlives and not self.fresh,
         )
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
@@ -364,7 +380,7 @@ class Transactions:
                     "others have finished their scripts, and this rank's goes on: scripts differ"
                 )
             case Cut():
-                self.meets_again = False
+                self.meets_again, self.leaves, self.outlives = False, False, event.outlives
                 self.phase = Phase.FRESH if self.fresh else Phase.MEETING
                 return [Meet()]
             case Met():
@@ -396,6 +412,7 @@ class Transactions:
         """Raise `AssertionError` for a state that no sequence of events may reach."""
         assert not (self.fresh and self.voted), "a fresh rank has voted"
         assert not (self.fresh and self.keeps), "a fresh rank has a copy"
+        assert not (self.leaves and self.keeps), "a copy is kept that no update is made on"
         assert self.phase is not Phase.VOTED or self.voted
         takes = (Phase.FRESH, Phase.TAKING, Phase.RECALLING, Phase.WAITING)
         assert self.fresh or self.phase not in takes, "an old rank takes a state"
@@ -408,9 +425,9 @@ class Transactions:
 
     def _prepared(self, event: Prepared) -> list[Action]:
         self._expect(event, Phase.OPEN)
-        if self.sharded and event.updates:
+        if self.sharded and (event.updates or self.leaves):
             self.phase, self._prepares = Phase.DELIVERING, event
-            return [Deliver(version=self.version + 1)]
+            return [Deliver(version=self.version + 1, leaves=self.leaves)]
         return self._vote(event)
 
     def _vote(self, event: Prepared) -> list[Action]:
@@ -442,7 +459,7 @@ class Transactions:
         """Have the part that is ready count; if that is none, be as a rank that has come late."""
         waits = self.ready is not None and self.ready.is_left_over
         self.division, self.ready = None if waits else self.ready, None
-        self.keeps, self.fresh = not waits, waits
+        self.keeps, self.fresh, self.leaves, self.outlives = not waits, waits, False, False
         if waits:
             self.voted, self.held = False, ()
 
@@ -496,13 +513,17 @@ class Transactions:
         numbers = {each.division.number for each in reports if each.division is not None}
         if len(numbers) > 1:
             return self._fail(f"ranks have parts of several divisions: {[each.division for each in reports]}")
-        if lost := lost_part(reports, self.distinct):
+        left = set[int]() if self.distinct else left_at(reports, self._target)
+        if lost := lost_part(reports, self.distinct, left):
             missing = missing_held(reports, self._target, self.distinct)
             if not missing:
                 return self._fail(lost, lost=True)
             return self._recall(self.held, self._target, len(holders_of(reports)), missing, max(numbers))
         part = Division(number=max(numbers), size=0, place=self._place, distinct=self.distinct)
         self._plan = plan_of(reports, self._target, self._source, part, self._number)
+        is_alone = self._plan.divides or self.distinct > 0
+        self.leaves = not is_alone and all_outlive(reports, self._target)
+        self.keeps = self.keeps and not self.leaves
         return []
 
     def _go_on(self) -> list[Action]:
@@ -566,7 +587,7 @@ class Transactions:
     def _taken(self, event: Taken) -> list[Action]:
         self._expect(event, Phase.TAKING)
         self.version, self.fresh, self.phase = event.version, False, Phase.OPEN
-        self.keeps, self.division = self.sharded, self._plan.division
+        self.keeps, self.division = self.sharded and not self.leaves, self._plan.division
         return []
 
     def _fail(self, reason: str, *, lost: bool = False) -> list[Action]:
@@ -588,6 +609,7 @@ def transaction_config(machine: Transactions) -> dict[str, Any]:
         "size": size,
         "held": machine.held,
         "distinct": machine.distinct,
+        "outlives": machine.outlives,
     }
 
 
@@ -596,5 +618,5 @@ def _build(config: Mapping[str, Any]) -> Transactions:
 
 
 TRANSACTION: MachineKind[Event, Action] = register(
-    "transaction", 9, _build, events=Event, actions=Action, states=(Transactions,)
+    "transaction", 10, _build, events=Event, actions=Action, states=(Transactions,)
 )

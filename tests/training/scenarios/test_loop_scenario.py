@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbmd.collectives.scenarios.hosted_job import JobOptions, draw_kills, names_of
+from zbmd.training.scenarios.left_loop import LeftScenario
 from zbmd.training.scenarios.loop import LoopRank, LoopScenario, NumberedShares
-from zbmd.training.scenarios.sharded_loop import HybridScenario, ShardRank, ShardScenario
+from zbmd.training.scenarios.sharded_loop import HybridScenario, ShardScenario
 from zbmd.training.torch import transaction as tx
 from zbmd.transport.sim import Options, RunOutcome, SimulationFailure, run_scenario
 
 WAYS = ("commits", "promotes", "repeats", "takes", "shrinks", "grows")
-SCENARIOS = (LoopScenario(), ShardScenario(), HybridScenario())
+SCENARIOS = (LoopScenario(), ShardScenario(), HybridScenario(), LeftScenario())
 SEEDS_MAX, EVENTS_MAX = 600, 20_000
 
 
@@ -55,22 +56,29 @@ def drawn(seed: int) -> JobOptions:
     return JobOptions(world_size=size, steps=8 if late else 3, kills=2, shrink=shrink, late=late)
 
 
+def drawn_to_replace(seed: int) -> JobOptions:
+    return JobOptions(world_size=2 + seed % 4, steps=4, kills=1 + seed % 4)
+
+
 @pytest.mark.parametrize(
-    ("scenario", "more"),
+    ("scenario", "draw", "wanted"),
     [
-        (LoopScenario(), ("is lost", "ends without votes")),
-        (ShardScenario(), ("is lost", "waits", "divides")),
+        (LoopScenario(), drawn, (*WAYS, "is lost", "ends without votes")),
+        (ShardScenario(), drawn, (*WAYS, "is lost", "waits", "divides")),
+        (LeftScenario(), drawn_to_replace, (*WAYS[:4], "comes from memory", "has no memory", "is lost")),
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
-def test_the_runs_are_of_all_kinds(scenario: LoopScenario, more: Sequence[str]) -> None:
+def test_the_runs_are_of_all_kinds(
+    scenario: LoopScenario, draw: Callable[[int], JobOptions], wanted: Sequence[str]
+) -> None:
     """Everything that the scenario provides for happens in some of its runs."""
-    ways, wanted = Counter[str](), {*WAYS, *more}
+    ways = Counter[str]()
     for seed in range(SEEDS_MAX):
-        ways.update(run(scenario, seed, drawn(seed)))
-        if wanted <= ways.keys():
+        ways.update(run(scenario, seed, draw(seed)))
+        if set(wanted) <= ways.keys():
             return
-    raise AssertionError(f"nothing of {wanted - ways.keys()} in {ways}")
+    raise AssertionError(f"nothing of {set(wanted) - ways.keys()} in {ways}")
 
 
 class PromotesUnshared(tx.Transactions):
@@ -107,6 +115,21 @@ class ForgetsWhatWasDivided(tx.Transactions):
         return super()._met(event)
 
 
+class VotesBeforeItLeaves(tx.Transactions):
+    """A planted bug: a rank votes before its gradients are in memory that outlives it."""
+
+    def _prepared(self, event: tx.Prepared) -> list[tx.Action]:
+        return self._vote(event) if self.leaves else super()._prepared(event)
+
+
+class NeedsNoBuddy(tx.Transactions):
+    """A planted bug: a rank takes memory for there, in whatever way others have none."""
+
+    def _go_on(self) -> list[tx.Action]:
+        self.leaves, self.keeps = True, False
+        return super()._go_on()
+
+
 class EndsAVoter(tx.Transactions):
     """A planted bug: a rank that has voted is ended when others have seen all votes, and finished."""
 
@@ -131,7 +154,7 @@ class ComputesItsOwnShare(NumberedShares):
 
 def planted(scenario: LoopScenario, bug: type[tx.Transactions] | type[NumberedShares]) -> LoopScenario:
     """Return the scenario over a bug."""
-    rank: type[LoopRank] = ShardRank if isinstance(scenario, ShardScenario) else LoopRank
+    rank: type[LoopRank] = type(scenario).rank
     part = "machine_type" if issubclass(bug, tx.Transactions) else "shares_type"
     found = type(scenario)()
     object.__setattr__(found, "rank", type("Planted", (rank,), {part: bug}))
@@ -145,6 +168,8 @@ def planted(scenario: LoopScenario, bug: type[tx.Transactions] | type[NumberedSh
         (LoopScenario(), EndsAVoter, 0),
         (LoopScenario(), ForgetsItsLastUpdate, 0),
         (LoopScenario(), ComputesItsOwnShare, 0),
+        (LeftScenario(), VotesBeforeItLeaves, 0),
+        (LeftScenario(), NeedsNoBuddy, 0),
         (ShardScenario(), EndsAVoter, 0),
         (ShardScenario(), ComputesItsOwnShare, 0),
         (ShardScenario(), DividesAtOnce, 48),

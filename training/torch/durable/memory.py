@@ -49,6 +49,7 @@ from zbmd.training.torch.durable.devices import LoopDevice, address_of
 from zbmd.training.torch.encoding import decode, encode
 from zbmd.training.torch.exchange import Exchange
 from zbmd.training.torch.fsdp.division import Held, Report, absent_in_words, keeps_ward, newest_held
+from zbmd.training.torch.fsdp.letters import LeftLetters
 from zbmd.training.torch.fsdp.modules import local_of
 from zbmd.training.torch.state import LoopState
 from zbmd.training.torch.transfer import (
@@ -81,8 +82,12 @@ PIECE_BYTES: Final = 1 << 18
 _LENGTH: Final = struct.Struct("<Q")
 _IDENTITY_BITS: Final = 48
 """Of the digest of a loop's identity: a note has float64 numbers."""
-_NOTED: Final = 4
-"""Numbers of a note: version, identity, launch, and whether the copy of the ward's shard is there."""
+_NOTED: Final = 5
+"""Numbers of a note: version, identity, launch, whether the copy of the ward's shard is there, and the last
+version whose transaction has not changed the shard."""
+_UNTIL: Final = 4
+_GRADIENTS: Final = "gradients"
+"""The name of the block in which those of the last updates are left."""
 _SPARE_BYTES: Final = 64 << 10
 """Room for what a state grows by: what is not tensors may be longer in a later step."""
 
@@ -114,6 +119,7 @@ class _Store:
 
     kept: KeptFile
     blocks: list[_Block]
+    has_gradients: bool = False
 
 
 class LoopMemory:
@@ -136,6 +142,9 @@ class LoopMemory:
         self._arrays: dict[tuple[int, int], Bytes] = {}
         """Over the tensors of the last step, by address and size: most are where they were."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-held")
+        self._left: LeftLetters | None = None
+        """The gradients of the last updates; None: buddies have copies of shards."""
+        self._is_one_node = False
         if self._store is not None:
             self._find(self._store)
 
@@ -162,7 +171,94 @@ class LoopMemory:
     @property
     def held(self) -> tuple[Held, ...]:
         """The whole versions that the process before has left, of this loop."""
-        return tuple(sorted(self._found, key=lambda each: (each.launch, each.version, each.size, each.place)))
+        found = sorted(self._found, key=lambda each: (each.launch, each.version, each.size, each.place))
+        return tuple(
+            replace(each, reach=self._reach(self._found[each][0].noted(self._found[each][1])))
+            for each in found
+        )
+
+    def _reach(self, note: Note) -> int:
+        """Return the last version that a shard with this note leads to; -1: none."""
+        if len(note) != _NOTED or note[1] != self._identity or note[2] != self._launch or self._left is None:
+            return -1
+        return self._left.reach_of(int(note[_UNTIL]))
+
+    # Shards of which no buddy has a copy.
+
+    def leave(self, state: LoopState) -> None:
+        """Have gradients of a sharded state be left here, where all ranks can do without buddies."""
+        nbytes = 0 if state.shards is None else state.shards.left_bytes
+        if self._store is None or not nbytes or state.shards is None:
+            return
+        kept, identity = self._store.kept, f"{self._identity} {state.rank} {state.ranks} {nbytes}"
+        try:
+            if self._store.has_gradients:
+                kept.release(_GRADIENTS)
+            memory, _ = kept.block(_GRADIENTS, nbytes)
+        except (OutOfMemory, OSError) as error:
+            log.warning("no memory for gradients outlives this rank: buddies keep copies", reason=str(error))
+            return
+        self._store.has_gradients = True
+        digest = hashlib.blake2b(identity.encode(), digest_size=32).digest()
+        self._left = state.shards.leave_in(memory, digest)
+
+    def outlives(self, version: int) -> bool:
+        """Return whether this rank's part of `version` is here for the rank that replaces it."""
+        if self._store is None or self._left is None or not self._is_one_node:
+            return False
+        notes = (each.slots.noted(slot) for each in self._store.blocks for slot in range(SLOTS))
+        return any(self._reach(note) >= version for note in notes)
+
+    def found(self, group: Group, state: LoopState, version: int) -> None:
+        """Hold the part that the loop begins with, before the first meeting."""
+        self.enter(group, is_sharded=True)
+        if self._left is not None and self._is_one_node:
+            self.keep(state, version)
+            self.staged()
+
+    def replaced(self, state: LoopState, version: int) -> None:
+        """Hold the part that this rank has taken, if the rank before has not left it whole."""
+        if self._left is not None and not any(version <= until for _, _, until in self._whole()):
+            self.keep(state, version)
+
+    def extend(self, version: int) -> None:
+        """The transaction to `version` has not changed this rank's shard."""
+        for slots, slot, until in self._whole():
+            if until == version - 1:
+                slots.amend_note(slot, _UNTIL, version)
+
+    def _whole(self) -> list[tuple[StampedSlots, int, int]]:
+        """Return the slots with versions of this loop, and the last version that each is a shard of."""
+        blocks = [] if self._store is None else self._store.blocks
+        every = [(each.slots, slot, each.slots.noted(slot)) for each in blocks for slot in range(SLOTS)]
+        return [
+            (slots, slot, int(note[_UNTIL]))
+            for slots, slot, note in every
+            if len(note) == _NOTED and note[1] == self._identity
+        ]
+
+    def _drop_later(self, version: int) -> None:
+        """The loop goes on from `version`: a later one, which was not committed by all, is made again."""
+        for block in () if self._store is None else self._store.blocks:
+            for slot in range(SLOTS):
+                note = block.slots.noted(slot)
+                if len(note) == _NOTED and note[0] > version:
+                    block.slots.begin(slot)
+
+    def recall_shard(self, version: int, state: LoopState) -> None:
+        """Load the shard of `version` alone: of what the rank before has left."""
+        assert state.shards is not None and self._left is not None
+        fits = [
+            (int(found.noted(slot)[_UNTIL]) < version, number, held)
+            for number, (held, (found, slot)) in enumerate(self._found.items())
+            if held.version <= version <= self._reach(found.noted(slot))
+            and (held.place, held.size) == (state.rank, state.ranks)
+        ]
+        is_before, _, held = min(fits)
+        _, kept = self._read(held, state, loads=False)
+        state.shards.recall_left(kept["shard"], version if is_before else None)
+        self._drop_later(version)
+        log.info("the shard is that in memory", version=version, updates=is_before)
 
     def agree(self, exchange: Exchange, rank: int) -> bool:
         """Return whether the loop goes on from memory: all of one step is there.
@@ -210,6 +306,17 @@ class LoopMemory:
 
     def recall(self, held: Held, state: LoopState) -> None:
         """Load what this memory holds. Raises `UserError` if the model is another one."""
+        held = replace(held, reach=-1)
+        _, kept = self._read(held, state, loads=True)
+        carried = loaded(kept["rest"], state.optimizers, state.boundary)
+        if state.shards is not None:
+            state.shards.recall(held, kept["shard"], kept["ward"])
+        state.adopt(replace(carried, rows=tuple(without_wishes(row) for row in carried.rows)))
+        self._drop_later(held.version)
+        log.info("the state is that in memory", step=state.position.step, part=held.place, of=held.size)
+
+    def _read(self, held: Held, state: LoopState, *, loads: bool) -> tuple[Header, Any]:
+        """Return the header and the tree of what is held. loads: the tensors that no shard has are loaded."""
         found, slot = self._found[held]
         memory = torch.from_numpy(found.slots[slot].view(np.uint8))
         (length,) = _LENGTH.unpack_from(found.slots[slot].data.cast("B"))
@@ -218,16 +325,12 @@ class LoopMemory:
         require_same([described(name, tensor) for name, tensor in state.tensors], header.own)
         at, inner = begin + length, list[Any]()
         with torch.no_grad():
-            for into in [*(tensor for _, tensor in state.tensors), *map(empty, header.tensors)]:
+            for number, into in enumerate([*(one for _, one in state.tensors), *map(empty, header.tensors)]):
                 came, at = tensor_at(memory, at, into)
-                into.detach().copy_(came)
+                if loads or number >= len(header.own):
+                    into.detach().copy_(came)
                 inner.append(into)
-        kept = decode(header.tree, placed_again(inner[len(header.own) :], header.tensors))
-        carried = loaded(kept["rest"], state.optimizers, state.boundary)
-        if state.shards is not None:
-            state.shards.recall(held, kept["shard"], kept["ward"])
-        state.adopt(replace(carried, rows=tuple(without_wishes(row) for row in carried.rows)))
-        log.info("the state is that in memory", step=state.position.step, part=held.place, of=held.size)
+        return header, decode(header.tree, placed_again(inner[len(header.own) :], header.tensors))
 
     # Each committed step.
 
@@ -236,6 +339,7 @@ class LoopMemory:
         nodes = [member // self._ranks_per_node for member in group.members]
         self._is_first = is_sharded or nodes.index(nodes[group.rank]) == group.rank
         self._keeps_ward = is_sharded and keeps_ward(nodes, group.rank)
+        self._is_one_node = len(set(nodes)) == 1
         self._arrays.clear()
 
     def keep(self, state: LoopState, version: int) -> None:
@@ -250,7 +354,7 @@ class LoopMemory:
         ward = None if state.shards is None or not self._keeps_ward else state.shards.ward_state()
         prepared, self._arrays = _prepared(state, version, ward, self._arrays)
         part = (0, 1) if state.shards is None else (state.rank, state.ranks)
-        note = np.array([version, self._identity, self._launch, ward is not None])
+        note = np.array([version, self._identity, self._launch, ward is not None, version])
         self._copy = self._pool.submit(self._write, self._store, prepared, part, state.position.step, note)
 
     def staged(self) -> None:

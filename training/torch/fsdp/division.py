@@ -15,7 +15,7 @@ another one that has. Imports nothing of PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -47,6 +47,8 @@ class Held:
 
     A state that all ranks have alike is part 0 of 1. keeps: whether a copy of the ward's part is beside it.
     launch: when the job was launched that has written it; parts of two launches are of no common state.
+    reach: the last version of the shard that this leads to: later transactions have not changed it, or the
+    gradients of the next update are kept, too; -1: it leads to none.
     """
 
     version: int
@@ -54,6 +56,7 @@ class Held:
     size: int = 1
     keeps: bool = False
     launch: int = 0
+    reach: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,8 @@ class Report:
     version: of its state; of a fresh rank that of what it has received, if `ready` is something.
     keeps: whether it has a copy of its ward's part. division: its part of a sharded state; None: it has none.
     ready: a part that it has received, of a division of which it does not know whether all agree.
-    held: what memory holds for a fresh rank.
+    held: what memory holds for a fresh rank. outlives: whether memory has the rank's part for the one that
+    replaces it, so that no buddy needs a copy.
     """
 
     version: int
@@ -73,6 +77,7 @@ class Report:
     division: Division | None = None
     ready: Division | None = None
     held: tuple[Held, ...] = ()
+    outlives: bool = False
 
 
 class What(Enum):
@@ -86,6 +91,8 @@ class What(Enum):
     """As `SHARD`, from a rank whose own shard is the same, since both are in one group of replicas."""
     COPY = "copy"
     """Of the sender's shard, to its buddy, which keeps it."""
+    LEFT = "left"
+    """As `SHARD`, from the memory that the rank before has left: source and target are one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +202,7 @@ def settled(reports: Sequence[Report]) -> list[Report]:
                 keeps=not waits and (each.keeps or adopts),
                 division=None if waits else each.ready if adopts else each.division,
                 held=() if adopts else each.held,
+                outlives=each.outlives and not adopts,
             )
         )
     return found
@@ -232,13 +240,13 @@ def holders_of(reports: Sequence[Report], distinct: int = 0) -> list[Holder | No
     return found
 
 
-def lost_part(reports: Sequence[Report], distinct: int = 0) -> str:
-    """Return which part nobody has any more; "": each is there. Arguments: of `holders_of`."""
+def lost_part(reports: Sequence[Report], distinct: int = 0, left: Collection[int] = ()) -> str:
+    """Return which part nobody has any more; "": each is there. left: see `left_at`; others: `holders_of`."""
     holders, again = holders_of(reports, distinct), "start the run again, from its last checkpoint"
     if len(reports) < distinct:
         return f"{len(reports)} ranks are left, and a replica of the hybrid mesh takes {distinct}: {again}"
     for place, holder in enumerate(holders):
-        if holder is not None:
+        if holder is not None or place in left:
             continue
         buddy = buddy_of(place, len(holders))
         kept = holders[buddy]
@@ -249,6 +257,29 @@ def lost_part(reports: Sequence[Report], distinct: int = 0) -> str:
             f"{place}'s shard: a shard survives if its rank or the next one lives; {again}"
         )
     return ""
+
+
+def left_at(reports: Sequence[Report], version: int) -> set[int]:
+    """Return the places whose part of `version` is in memory that the rank before has left there.
+
+    Of a state that is to be divided again there are none.
+    """
+    if not is_divided(reports):
+        return set()
+    sizes = {each.division.size for each in reports if each.division is not None}
+    return {
+        place
+        for place, report in enumerate(reports)
+        if report.fresh
+        for each in report.held
+        if each.place == place and {each.size} == sizes and each.version <= version <= each.reach
+    }
+
+
+def all_outlive(reports: Sequence[Report], version: int) -> bool:
+    """Return whether no part needs a copy at a buddy: memory has each for whoever replaces its rank."""
+    left = left_at(reports, version)
+    return all(each.outlives or place in left for place, each in enumerate(reports))
 
 
 def newest_held(reports: Sequence[Report]) -> Held | None:
@@ -313,19 +344,24 @@ def missing_held(reports: Sequence[Report], version: int, distinct: int = 0) -> 
 def moves_of(reports: Sequence[Report], version: int, source: int, distinct: int = 0) -> list[Move]:
     """Return what goes from whom to whom if each has the part of its place, or is to have it.
 
-    distinct: see `holders_of`. A part comes from a buddy, or, if that has no copy, from a replica. All make
-    their moves in this order, so none waits in a circle.
+    distinct: see `holders_of`. A part comes from the memory that its rank has left, from a buddy, or, if that
+    has no copy, from a replica. All make their moves in this order, so none waits in a circle.
     """
     size, moves = whole_of(len(reports), distinct), list[Move]()
+    left = set[int]() if distinct else left_at(reports, version)
     for place, report in enumerate(reports[:size]):
         if report.fresh:
             moves.append(Move(version=version, what=What.REST, source=source, target=place))
+            if place in left:
+                moves.append(Move(version=version, what=What.LEFT, source=place, target=place))
+                continue
             giver = Holder(buddy_of(place, size), True)
             if distinct and not reports[giver.rank].keeps:
                 giver = holders_of(reports, distinct)[place] or giver
             what = What.SHARD if giver.copy else What.REPLICA
             moves.append(Move(version=version, what=what, source=giver.rank, target=place))
-    without = [place for place, report in enumerate(reports[:size]) if not report.keeps] if size > 1 else []
+    copies = size > 1 and (distinct > 0 or not all_outlive(reports, version))
+    without = [place for place, report in enumerate(reports[:size]) if copies and not report.keeps]
     wards = sorted((ward_of(place, size) for place in without), key=lambda ward: (ward % 2, ward))
     moves += [
         Move(version=version, what=What.COPY, source=ward, target=buddy_of(ward, size)) for ward in wards

@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import importlib
 import math
+import struct
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from zbmd.collectives.torch.tensors import Array, bytes_over
 from zbmd.training.torch.transfer import ALIGNED, aligned
+from zbmd.transport.errors import UserError
 
 torch: Any = importlib.import_module("torch")
+
+NO_UPDATE: Final = -1
+SETTINGS_BYTES_MAX: Final = 1 << 16
+_NUMBER: Final = struct.Struct("<q")
+_IDENTITY_BYTES: Final = 32
+_SETTINGS_AT: Final = 128
+_LEFT_HEAD_BYTES: Final = aligned(_SETTINGS_AT + 2 * SETTINGS_BYTES_MAX)
 
 
 class Layout:
@@ -53,16 +62,18 @@ class Letter:
     """Gradients in one piece of memory, behind a byte for each parameter: whether it has one.
 
     parameters: local tensors, of this rank or of another; their gradients have the same dtypes and shapes.
+    memory: where it lies, `Layout.nbytes` from an aligned place on; None: in new memory.
     """
 
-    def __init__(self, parameters: Sequence[Any], layout: Layout) -> None:
-        room = np.zeros(layout.nbytes + ALIGNED, np.uint8)  # whose pages are mapped once they are used
+    def __init__(self, parameters: Sequence[Any], layout: Layout, memory: Array | None = None) -> None:
+        # The pages of new memory are mapped once they are used.
+        room = np.zeros(layout.nbytes + ALIGNED, np.uint8) if memory is None else memory
         begin = -room.ctypes.data % ALIGNED
-        memory = torch.from_numpy(room[begin : begin + layout.nbytes])
-        self.data, self.layout = bytes_over(memory), layout
-        self.has = memory[: len(parameters)]
+        whole = torch.from_numpy(room[begin : begin + layout.nbytes])
+        self.data, self.layout = bytes_over(whole), layout
+        self.has = whole[: len(parameters)]
         self.gradients = [
-            memory[begin : begin + each.numel() * each.element_size()].view(each.dtype).view(each.shape)
+            whole[begin : begin + each.numel() * each.element_size()].view(each.dtype).view(each.shape)
             for begin, each in zip(layout.begins, parameters, strict=True)
         ]
         self._lent: dict[int, weakref.ref[Array]] = {}
@@ -93,6 +104,68 @@ class Letter:
         memory = self.data[begin : begin + count * dtype.itemsize].view(np.uint8)
         self._lent[group] = weakref.ref(memory)
         return torch.from_numpy(memory).view(dtype)
+
+
+class LeftLetters:
+    """Two letters in memory that outlives this rank, by the parity of steps, with the settings of the update.
+
+    The gradients of one step stay while those of the next are made: until the updated state is whole in a
+    slot, another rank can make the update again. identity: of the loop; other letters are cleared.
+    """
+
+    def __init__(self, memory: Array, parameters: Sequence[Any], layout: Layout, identity: bytes) -> None:
+        self._memory, head = memory.data, identity[:_IDENTITY_BYTES].ljust(_IDENTITY_BYTES, b"\0")
+        if bytes(self._memory[:_IDENTITY_BYTES]) != head:
+            for parity in range(2):
+                self._stamp(parity, NO_UPDATE, 0)
+            self._memory[:_IDENTITY_BYTES] = head
+        each = aligned(layout.nbytes)
+        self.letters = [
+            Letter(parameters, layout, memory[begin : begin + each])
+            for begin in (_LEFT_HEAD_BYTES, _LEFT_HEAD_BYTES + each)
+        ]
+
+    @staticmethod
+    def nbytes_of(layout: Layout) -> int:
+        """Return the bytes of the memory that it takes."""
+        return _LEFT_HEAD_BYTES + 2 * aligned(layout.nbytes)
+
+    def open(self, parity: int) -> Letter:
+        """Return the letter for the gradients of a step; what it held counts no more."""
+        self._stamp(parity, NO_UPDATE, 0)
+        return self.letters[parity]
+
+    def close(self, parity: int, version: int, settings: bytes) -> None:
+        """The letter is whole: it has the gradients of the update to `version`."""
+        if len(settings) > SETTINGS_BYTES_MAX:
+            raise UserError(
+                f"an optimizer has {len(settings)} bytes of hyperparameters, and {SETTINGS_BYTES_MAX} are "
+                "kept beside gradients: keep large tensors in its state, or run with --snapshots off"
+            )
+        begin = _SETTINGS_AT + parity * SETTINGS_BYTES_MAX
+        self._stamp(parity, NO_UPDATE, len(settings))
+        self._memory[begin : begin + len(settings)] = settings
+        self._stamp(parity, version, len(settings))
+
+    def _stamp(self, parity: int, version: int, length: int) -> None:
+        at = _IDENTITY_BYTES + parity * 2 * _NUMBER.size
+        _NUMBER.pack_into(self._memory, at + _NUMBER.size, length)
+        _NUMBER.pack_into(self._memory, at, version)  # last: this process may be killed before it
+
+    def version_in(self, parity: int) -> int:
+        """Return the version that the update of a whole letter leads to; `NO_UPDATE`: it is not whole."""
+        return int(_NUMBER.unpack_from(self._memory, _IDENTITY_BYTES + parity * 2 * _NUMBER.size)[0])
+
+    def settings_in(self, parity: int) -> bytes:
+        """Return the settings of that update."""
+        at = _IDENTITY_BYTES + (2 * parity + 1) * _NUMBER.size
+        length = min(max(0, _NUMBER.unpack_from(self._memory, at)[0]), SETTINGS_BYTES_MAX)
+        begin = _SETTINGS_AT + parity * SETTINGS_BYTES_MAX
+        return bytes(self._memory[begin : begin + length])
+
+    def reach_of(self, version: int) -> int:
+        """Return the version to which a state of `version` can be updated."""
+        return version + 1 if version + 1 in map(self.version_in, range(2)) else version
 
 
 class Placed:

@@ -192,6 +192,15 @@ class Settings:
     flushes: bool
 
 
+def settings_of(optimizer: Any) -> Settings:
+    """Return those of the update that an optimizer makes now, or has just made."""
+    given = {name: local_of(getattr(optimizer, name)) for name in SCALED if name in optimizer.__dict__}
+    scaled = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()
+    }
+    return Settings(hyperparameters(optimizer), scaled, bool(_SUBNORMAL * _ONE == 0))
+
+
 class Replica:
     """The copy that is kept of the ward's shard. state: as `Shard.state` returns it."""
 
@@ -210,12 +219,7 @@ class Replica:
 
     def settings(self) -> Settings:
         """Return those of the update that the owner of the optimizer has just made."""
-        own = self._optimizer
-        given = {name: local_of(getattr(own, name)) for name in SCALED if name in own.__dict__}
-        scaled = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()
-        }
-        return Settings(hyperparameters(own), scaled, bool(_SUBNORMAL * _ONE == 0))
+        return settings_of(self._optimizer)
 
     def replay(self, gradients: Sequence[Any], settings: Settings) -> None:
         """Make the update of the ward; on any thread, one call at a time.
@@ -282,6 +286,14 @@ def why_mirrored(optimizers: Sequence[Any]) -> str:
     return _other_bits(what, sharded, plain)
 
 
+def writes_gradients(optimizer: Any) -> bool:
+    """Return whether an optimizer changes gradients when it updates."""
+    groups = [_representatives(group["params"]) for group in optimizer.param_groups]
+    twin = twin_of(optimizer, [[nn.Parameter(_sample(each)) for each in group] for group in groups])
+    with torch.random.fork_rng(devices=[]):
+        return any(_probe(twin, number) for number in range(_PROBES))
+
+
 def _representatives(parameters: Sequence[Any]) -> list[Any]:
     """Return the smallest parameter of each kind."""
     found: dict[tuple[Any, ...], Any] = {}
@@ -319,15 +331,18 @@ def _clone(parameter: Any) -> Any:
     return nn.Parameter(copy)
 
 
-def _probe(optimizer: Any, number: int) -> None:
-    draws = torch.Generator().manual_seed(number)
+def _probe(optimizer: Any, number: int) -> bool:
+    """Make an update with the gradients of a number; return whether it has changed those."""
+    draws, given = torch.Generator().manual_seed(number), list[tuple[Any, Any]]()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             local = local_of(parameter)
             gradient = torch.zeros_like(parameter)
             local_of(gradient).copy_(torch.rand(local.shape, generator=draws).to(local.dtype) - 0.5)
             parameter.grad = gradient
+            given.append((local_of(gradient), local_of(gradient).clone()))
     optimizer.step()
+    return not all(torch.equal(*pair) for pair in given)
 
 
 def _numbers_of(optimizer: Any) -> dict[str, Any]:

@@ -18,6 +18,8 @@ import structlog
 
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.torch.continuity import CONTINUITY
+from zbmd.collectives.torch.tensors import Array
+from zbmd.training.torch.encoding import from_blob, to_blob
 from zbmd.training.torch.fsdp.division import (
     Division,
     Held,
@@ -26,15 +28,18 @@ from zbmd.training.torch.fsdp.division import (
     buddy_of,
     ward_of,
 )
-from zbmd.training.torch.fsdp.letters import Layout, Letter, place
+from zbmd.training.torch.fsdp.letters import Layout, LeftLetters, Letter, place
 from zbmd.training.torch.fsdp.mirror import Mirror, MirroredShard
 from zbmd.training.torch.fsdp.modules import ShardedModules, local_of
 from zbmd.training.torch.fsdp.redivision import Redivision
 from zbmd.training.torch.fsdp.replica import (
     Replica,
+    Settings,
     Shard,
     digests_of,
+    settings_of,
     why_mirrored,
+    writes_gradients,
 )
 from zbmd.training.torch.transfer import receive_tree, send_tree
 from zbmd.transport.errors import LocalProtocolError, UserError
@@ -87,11 +92,64 @@ class Shards:
         """The ward's update under way: on a thread, beside the next forward and backward pass."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zbmd-ward")
         self._holds = False
+        self._left: LeftLetters | None = None
+        self._leaves = self._lends = self._has_left = False
+        """leaves: the gradients of the last step were left; lends: they can be made where they are left."""
         self.divides_for = ""
         """The option that asks for a state which any number of ranks can divide; "": there is none."""
         self._received: _Received | None = None
         self._adopted: _Received | None = None
         """A division that counts, and that is not one of the ranks that there are now."""
+
+    # Memory that outlives this rank, in which its buddy has no part.
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes of the memory in which gradients can be left; 0: a buddy has to have copies."""
+        if self.mirror is not None or self._size == 1 or self.distinct or self.divides_for:
+            return 0
+        return LeftLetters.nbytes_of(self._out.layout)
+
+    def leave_in(self, memory: Array, identity: bytes) -> LeftLetters:
+        """Leave gradients in this memory, if that is asked for; it may have those of the rank before."""
+        updated = [local_of(each) for each in self._own.updated]
+        self._left = LeftLetters(memory, updated, self._out.layout, identity)
+        self._lends = not writes_gradients(*self._own.optimizers)
+        return self._left
+
+    def open(self, step: int, *, leaves: bool) -> None:
+        """The gradients of a step are made from now on. leaves: they are to be left in memory."""
+        letter: Letter | None = self._out
+        if leaves and self._left is not None:
+            letter = self._left.open(step % 2)
+            letter = letter if self._lends and self._has_left else None
+        for each in self._placed:
+            each.letter = letter
+
+    def leave(self, step: int, version: int) -> None:
+        """Leave the gradients of an update in memory, before the vote for `version`."""
+        assert self._left is not None, "there is memory in which gradients are to be left"
+        self._settle_copy()
+        self._replica = self._in = self._received = None
+        parity, settings = step % 2, settings_of(*self._own.optimizers)
+        self._left.letters[parity].fill([self._gradient(each) for each in self._own.updated])
+        told = [settings.groups, settings.scaled, settings.flushes]
+        self._left.close(parity, version, to_blob(told, "hyperparameters"))
+        # A fused update unscales gradients in their place, and what the first step leaves shows how many.
+        self._lends = self._lends and not settings.scaled
+        self._holds = self._leaves = self._has_left = True
+
+    def recall_left(self, state: Any, version: int | None) -> None:
+        """Have the shard that the rank before has left. version: that its update is still to lead to."""
+        self._own.load(state)
+        if version is None:
+            return
+        assert self._left is not None, "gradients were left"
+        parity = next(each for each in range(2) if self._left.version_in(each) == version)
+        settings = Settings(*from_blob(self._left.settings_in(parity), "hyperparameters that were left"))
+        replica = Replica(self._own, self._own.state())  # over the same memory
+        replica.replay(self._left.letters[parity].read(), settings)
+        self._own.load(replica.state())
 
     def deliver(self, group: Group, end_ns: int) -> None:
         """Send gradients, or what was updated, to the buddy, and receive the ward's.
@@ -99,7 +157,7 @@ class Shards:
         Raises as operations of `group` do.
         """
         self._settle_copy()  # whose gradients are where the next ones come
-        self._holds, self._received = False, None
+        self._holds, self._leaves, self._received = False, False, None
         self._require_divisible()
         if self._size == 1:
             return
@@ -142,6 +200,11 @@ class Shards:
     def replay(self) -> None:
         """Begin to make the ward's update. Raises `UserError` for a second update in one step."""
         if self._size == 1:
+            return
+        if self._leaves and self._holds:
+            self._holds = False
+            for each in self._placed:  # until the next step begins, what was left must not be written
+                each.letter = None
             return
         if not self._holds or self._in is None or self._replica is None:
             raise UserError("a second optimizer.step() in one run.step(): one step over FSDP2 has one update")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from zbmd.training.torch.fsdp.division import ward_of
 
@@ -24,11 +24,27 @@ class Ballot:
     copy: tuple[int, ...] = ()
 
 
+DIGEST_EVERY: Final = 64
+"""Versions from one whose copies are compared to the next: to read them costs a fraction of one step."""
+
+
 class Difference(NamedTuple):
     """States that are not what they have to be. parameter: the first one, in the order of digests."""
 
     reason: str
     parameter: int | None
+
+
+def difference_of(version: int, ballots: Sequence[Ballot], *, sharded: bool) -> Difference | None:
+    """Return what forbids a commit of votes for the version after this one; None: nothing."""
+    versions = [ballot.version for ballot in ballots]
+    if set(versions) != {version}:
+        return Difference(f"ranks vote for versions {versions}: their scripts take different steps", None)
+    for place, ballot in enumerate(ballots):
+        if ballot.holds != sharded:
+            why = f"rank {place} votes without its ward's gradients: others run other code"
+            return Difference(why, None)
+    return other_copy(version, ballots) if sharded else other_state(version, ballots)
 
 
 def other_state(version: int, ballots: Sequence[Ballot]) -> Difference | None:

@@ -65,6 +65,9 @@ class Meetings:
         """Whether the loop has had other ranks than at its beginning, so that shares are divided."""
         self._timeout = timedelta(seconds=CONTINUITY.groups[0].limit_s)
         self.exchange = Exchange(self._timeout)
+        memory.leave(state)
+        if not fresh:
+            memory.found(self.exchange.group, state, version)
         self.machine = tx.Transactions(
             version=version,
             fresh=fresh,
@@ -291,6 +294,7 @@ class Meetings:
 
     def _taken(self, version: int) -> None:
         self.do(tx.Taken(version=version))
+        self._memory.replaced(self.exchange.group, self._state, version)
         faults.hit(points.TAKE)
 
 

@@ -7,7 +7,7 @@ is given again, unless the step was committed. See `transaction` for the protoco
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from zbmd.training.run.loop_steps import Drawn
 from zbmd.training.torch import batches as loading
 from zbmd.training.torch import points, votes
 from zbmd.training.torch import transaction as tx
+from zbmd.training.torch.ballots import DIGEST_EVERY
 from zbmd.training.torch.durable.checkpoints import LoopCheckpoints, Options
 from zbmd.training.torch.durable.memory import LoopMemory
 from zbmd.training.torch.durable.recorder import Recorder, claiming, plan_of
@@ -102,7 +103,6 @@ class Run:
             self._shares.assign(self._state.rank, ranks)
         self._run_id = f"{worker.job:016x}"
         self._memory = LoopMemory(worker, launched, self._plan.text())
-        self._memory.leave(self._state)
         self._slow = SlowLoopRanks(worker, options.out, options.on_straggler, options.profile_ops)
         for part in (self._memory, self._slow, self._state):
             CONTINUITY.at_leave(part.close)
@@ -121,8 +121,6 @@ class Run:
         out = None if replaces or state.rank else options.out
         with nullcontext("") if out is None else claiming(out, resume=options.resume, held=held) as taken:
             version, refused = (0, taken) if fresh else self._resumed(seed, taken)
-            if state.shards is not None and not fresh:
-                self._memory.found(Exchange(limit).group, state, version)
             of = worker, state, self._memory
             self._meetings = Meetings(*of, version=version, fresh=fresh, shrinks=self._shrinks)
             self._meetings.rest = self._close_recorder
@@ -133,8 +131,6 @@ class Run:
             else:
                 self._meetings.found(options=options.text(), refusal=refused)
             self._memory.enter(self._meetings.exchange.group, is_sharded=state.shards is not None)
-            if replaces:
-                self._memory.replaced(state, self.version)
             self._divide_shares()
             self._open_checkpoints(fresh=fresh)  # which reads what steps after the last checkpoint have noted
             self._open_recorder(fresh=fresh)
@@ -178,14 +174,10 @@ class Run:
             plan=self._plan.text(),
             first=state.position.step if options.resume else 0,
             begins=not fresh,
-            note=self._note_pace,
+            note=lambda *of: None if self._recorder is None else self._recorder.note_pace(*of),
         )
         self._checkpoints.enter(self._meetings.epoch, state.rank)
         CONTINUITY.at_leave(self._checkpoints.close)
-
-    def _note_pace(self, step: int, values: Mapping[str, float], says: bool) -> None:
-        if self._recorder is not None:
-            self._recorder.note_pace(step, values, says)
 
     @property
     def steps(self) -> int:
@@ -348,8 +340,7 @@ class Run:
             self._means.clear()
             self._state.keep()
             self._begin_beside(old.step)
-            if self._state.shards is not None:
-                self._state.shards.open(old.step + 1, leaves=self._meetings.machine.leaves)
+            self._state.open(old.step + 1, leaves=self._meetings.machine.leaves)
         share = self._own_shares[self._shares.number]
         if then is None:
             self._slow.begin(old.step + 1)
@@ -463,7 +454,7 @@ class Run:
     @property
     def _compares(self) -> bool:
         """Whether votes compare the copies of the state that the transaction under way begins with."""
-        return self.version % tx.DIGEST_EVERY == 0
+        return self.version % DIGEST_EVERY == 0
 
     def _repeat_if_alone(self) -> None:
         """End a pass that others do not make: raises `StepAborted`."""
@@ -589,13 +580,10 @@ class Run:
         self._slow.phase(spans.COMM)
         (action,) = self._meetings.do(tx.Prepared(updates=updates, digests=digests, copy=copy))
         if isinstance(action, tx.Deliver):
-            assert shards is not None
-            if not action.leaves:
+            if action.leaves:
+                self._memory.left(state, action.version, updates=updates)
+            elif shards is not None:
                 shards.deliver(self._meetings.exchange.group, self._meetings.exchange.end_ns)
-            elif updates:
-                shards.leave(self.steps + 1, action.version)
-            else:
-                self._memory.extend(action.version)
             faults.hit(points.DELIVERED)
             (action,) = self._meetings.do(tx.Delivered())
         assert isinstance(action, tx.Vote)

@@ -85,6 +85,11 @@ class LoopState:
         if self.shards is not None:
             self.shards.modules.keep()
 
+    def open(self, step: int, *, leaves: bool) -> None:
+        """The gradients of a step are made from now on. leaves: see `Shards.open`."""
+        if self.shards is not None:
+            self.shards.open(step, leaves=leaves)
+
     def go_back(self, flags: Sequence[bool] = ()) -> None:
         """Be where the transaction under way began. flags: of survivors, see `KeptBuckets`."""
         self.boundary.go_back()

@@ -36,9 +36,7 @@ no rank has the state, or none a part of it, and what fresh ranks hold makes up 
 there (`Recall`), and all meet again: then they have it, as if they had never been lost. A rank whose ward is
 alone on another node keeps the ward's copy there as well: the memory of such a node may be lost.
 
-Where that memory has each rank's part, no buddy has copies: a rank leaves its gradients there before its vote
-(`Deliver` with `leaves`), and a fresh rank makes its shard of what was left: a step that is whole, and the
-update after it. Which of both holds is agreed on in each meeting (`all_outlive`).
+Where that memory has all parts, no buddy has copies: gradients are left there before a vote (`Deliver`).
 
 If there are fewer or more ranks than before, the sharded state is divided again (`fsdp.division`): all
 receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (`Adopt`). In a hybrid mesh
@@ -50,9 +48,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
-from zbmd.training.torch.ballots import Ballot, other_copy, other_state
+from zbmd.training.torch.ballots import Ballot, difference_of
 from zbmd.training.torch.fsdp.division import (
     Division,
     Held,
@@ -60,9 +58,8 @@ from zbmd.training.torch.fsdp.division import (
     Move,
     Plan,
     Report,
-    all_outlive,
+    apart_in_words,
     holders_of,
-    left_at,
     lost_part,
     missing_held,
     newest_held,
@@ -72,9 +69,6 @@ from zbmd.training.torch.fsdp.division import (
 )
 from zbmd.transport.capture.registry import MachineKind, register
 from zbmd.transport.errors import LocalProtocolError
-
-DIGEST_EVERY: Final = 64
-"""Versions from one whose copies are compared to the next: to read them costs a fraction of one step."""
 
 
 class Phase(Enum):
@@ -179,10 +173,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
-    """Send the gradients for `version`, or the updated part, to the buddy, and receive the ward's.
-
-    leaves: leave them in memory that outlives this rank instead; or that nothing is updated.
-    """
+    """Exchange gradients for `version`, or updated parts, with buddy and ward; or leave them in memory."""
 
     version: int
     leaves: bool = False
@@ -332,12 +323,11 @@ class Transactions:
         """The part that is being taken from memory, and the number of its division."""
         self._prepares = Prepared()
         """The transaction whose gradients are being delivered."""
-        self._place = self._source = 0
+        self._place = self._source = self._number = 0
         self._target = version
         self._fresh: tuple[int, ...] = ()
         self.first = (place, size)
         """Its place among the first ranks, and their number."""
-        self._number = 0
         self.division: Division | None = None
         """The part that this rank has."""
         if sharded and not fresh:
@@ -437,17 +427,9 @@ class Transactions:
 
     def _all_voted(self, event: AllVoted) -> list[Action]:
         self._expect(event, Phase.VOTED)
-        versions = [ballot.version for ballot in event.ballots]
-        if set(versions) != {self.version}:
-            return self._fail(f"ranks vote for versions {versions}: their scripts take different steps")
-        without = [place for place, ballot in enumerate(event.ballots) if ballot.holds != self.sharded]
-        if without:
-            return self._fail(f"rank {without[0]} votes without its ward's gradients: others run other code")
-        compare = other_copy if self.sharded else other_state
-        other = compare(self.version, event.ballots)
+        other = difference_of(self.version, event.ballots, sharded=self.sharded)
         if other is not None:
-            self.phase = Phase.FAILED
-            return [Fail(lost=False, reason=other.reason, parameter=other.parameter)]
+            return self._fail(other.reason, parameter=other.parameter)
         self._commit()
         return [Commit(version=self.version)]
 
@@ -492,11 +474,8 @@ class Transactions:
             every = (each for each in self.held if each.launch == newest.launch)
             return self._recall(every, newest.version, newest.size, range(newest.size), 0)
         target = max(reports[place].version for place in old)
-        for place in old:
-            report = reports[place]
-            if report.version != target and not (report.version == target - 1 and report.voted):
-                voted = "" if report.voted else ", has not voted"
-                return self._fail(f"rank {place} is at version {report.version}{voted}; others at {target}")
+        if apart := apart_in_words(reports, target):
+            return self._fail(apart)
         self._place, self._target = own, target
         self._source = next(place for place in old if reports[place].version == target)
         self._fresh = tuple(place for place, report in enumerate(reports) if report.fresh)
@@ -513,17 +492,14 @@ class Transactions:
         numbers = {each.division.number for each in reports if each.division is not None}
         if len(numbers) > 1:
             return self._fail(f"ranks have parts of several divisions: {[each.division for each in reports]}")
-        left = set[int]() if self.distinct else left_at(reports, self._target)
-        if lost := lost_part(reports, self.distinct, left):
+        if lost := lost_part(reports, self._target, self.distinct):
             missing = missing_held(reports, self._target, self.distinct)
             if not missing:
                 return self._fail(lost, lost=True)
             return self._recall(self.held, self._target, len(holders_of(reports)), missing, max(numbers))
         part = Division(number=max(numbers), size=0, place=self._place, distinct=self.distinct)
         self._plan = plan_of(reports, self._target, self._source, part, self._number)
-        is_alone = self._plan.divides or self.distinct > 0
-        self.leaves = not is_alone and all_outlive(reports, self._target)
-        self.keeps = self.keeps and not self.leaves
+        self.leaves, self.keeps = self._plan.leaves, self.keeps and not self._plan.leaves
         return []
 
     def _go_on(self) -> list[Action]:
@@ -590,9 +566,9 @@ class Transactions:
         self.keeps, self.division = self.sharded and not self.leaves, self._plan.division
         return []
 
-    def _fail(self, reason: str, *, lost: bool = False) -> list[Action]:
+    def _fail(self, reason: str, *, lost: bool = False, parameter: int | None = None) -> list[Action]:
         self.phase = Phase.FAILED
-        return [Fail(lost=lost, reason=reason)]
+        return [Fail(lost=lost, reason=reason, parameter=parameter)]
 
 
 # ---- capture

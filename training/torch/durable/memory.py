@@ -211,18 +211,22 @@ class LoopMemory:
 
     def found(self, group: Group, state: LoopState, version: int) -> None:
         """Hold the part that the loop begins with, before the first meeting."""
-        self.enter(group, is_sharded=True)
+        self.enter(group, is_sharded=state.shards is not None)
         if self._left is not None and self._is_one_node:
-            self.keep(state, version)
+            self.keep(state, version, is_step=False)
             self.staged()
 
-    def replaced(self, state: LoopState, version: int) -> None:
+    def replaced(self, group: Group, state: LoopState, version: int) -> None:
         """Hold the part that this rank has taken, if the rank before has not left it whole."""
+        self.enter(group, is_sharded=state.shards is not None)
         if self._left is not None and not any(version <= until for _, _, until in self._whole()):
             self.keep(state, version)
 
-    def extend(self, version: int) -> None:
-        """The transaction to `version` has not changed this rank's shard."""
+    def left(self, state: LoopState, version: int, *, updates: bool) -> None:
+        """Have what leads to `version` here, before the vote for it: gradients, or that there are none."""
+        if updates and state.shards is not None:
+            state.shards.leave(state.position.step + 1, version)
+            return
         for slots, slot, until in self._whole():
             if until == version - 1:
                 slots.amend_note(slot, _UNTIL, version)
@@ -342,7 +346,7 @@ class LoopMemory:
         self._is_one_node = len(set(nodes)) == 1
         self._arrays.clear()
 
-    def keep(self, state: LoopState, version: int) -> None:
+    def keep(self, state: LoopState, version: int, *, is_step: bool = True) -> None:
         """Begin to copy the state after a committed step. version: of the machine.
 
         Nothing may write parameters and moments before `staged`; the rest is copied at once.
@@ -355,7 +359,9 @@ class LoopMemory:
         prepared, self._arrays = _prepared(state, version, ward, self._arrays)
         part = (0, 1) if state.shards is None else (state.rank, state.ranks)
         note = np.array([version, self._identity, self._launch, ward is not None, version])
-        self._copy = self._pool.submit(self._write, self._store, prepared, part, state.position.step, note)
+        self._copy = self._pool.submit(
+            self._write, self._store, prepared, part, state.position.step, note, is_step
+        )
 
     def staged(self) -> None:
         """Wait until the last step is whole in memory. One that cannot be kept is reported and the last."""
@@ -381,16 +387,24 @@ class LoopMemory:
         )
 
     def _write(
-        self, store: _Store, prepared: _Prepared, part: tuple[int, int], step: int, note: Note
+        self,
+        store: _Store,
+        prepared: _Prepared,
+        part: tuple[int, int],
+        step: int,
+        note: Note,
+        is_step: bool,
     ) -> None:
         """Copy a state into its slot. On the thread."""
         slots, slot = self._room(store, prepared.nbytes, part), step % SLOTS
         slots.begin(slot)
-        faults.hit(points.HELD)
+        if is_step:
+            faults.hit(points.HELD)
         digest = _copied(prepared, slots.slots[slot])
         slots.put_note(slot, note)
         slots.end(slot, step, digest)
-        faults.hit(points.HELD_WHOLE)
+        if is_step:
+            faults.hit(points.HELD_WHOLE)
         if all(slots.version_in(each) is not None for each in range(SLOTS)):
             while len(store.blocks) > 1:
                 store.blocks.pop(0).release()

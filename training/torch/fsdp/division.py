@@ -15,7 +15,7 @@ another one that has. Imports nothing of PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -215,6 +215,16 @@ def is_divided(reports: Sequence[Report], distinct: int = 0) -> bool:
     return all((part.place, part.size) == (at, size) for at, part in parts.items())
 
 
+def apart_in_words(reports: Sequence[Report], target: int) -> str:
+    """Return which rank no rule brings to the version `target`; "": there is none."""
+    for place, each in enumerate(reports):
+        if each.fresh or each.version == target or (each.version == target - 1 and each.voted):
+            continue
+        voted = "" if each.voted else ", has not voted"
+        return f"rank {place} is at version {each.version}{voted}; others at {target}"
+    return ""
+
+
 def next_number(reports: Sequence[Report]) -> int:
     """Return the number of the next division."""
     made = [each for report in reports for each in (report.division, report.ready) if each is not None]
@@ -240,8 +250,9 @@ def holders_of(reports: Sequence[Report], distinct: int = 0) -> list[Holder | No
     return found
 
 
-def lost_part(reports: Sequence[Report], distinct: int = 0, left: Collection[int] = ()) -> str:
-    """Return which part nobody has any more; "": each is there. left: see `left_at`; others: `holders_of`."""
+def lost_part(reports: Sequence[Report], version: int, distinct: int = 0) -> str:
+    """Return which part nobody has any more; "": each is there. Arguments: of `moves_of`."""
+    left = left_at(reports, version, distinct)
     holders, again = holders_of(reports, distinct), "start the run again, from its last checkpoint"
     if len(reports) < distinct:
         return f"{len(reports)} ranks are left, and a replica of the hybrid mesh takes {distinct}: {again}"
@@ -259,12 +270,12 @@ def lost_part(reports: Sequence[Report], distinct: int = 0, left: Collection[int
     return ""
 
 
-def left_at(reports: Sequence[Report], version: int) -> set[int]:
+def left_at(reports: Sequence[Report], version: int, distinct: int) -> set[int]:
     """Return the places whose part of `version` is in memory that the rank before has left there.
 
-    Of a state that is to be divided again there are none.
+    Of a state that is to be divided again, or in a hybrid mesh, there are none.
     """
-    if not is_divided(reports):
+    if distinct or not is_divided(reports):
         return set()
     sizes = {each.division.size for each in reports if each.division is not None}
     return {
@@ -276,10 +287,10 @@ def left_at(reports: Sequence[Report], version: int) -> set[int]:
     }
 
 
-def all_outlive(reports: Sequence[Report], version: int) -> bool:
-    """Return whether no part needs a copy at a buddy: memory has each for whoever replaces its rank."""
-    left = left_at(reports, version)
-    return all(each.outlives or place in left for place, each in enumerate(reports))
+def all_outlive(reports: Sequence[Report], version: int, distinct: int) -> bool:
+    """Return whether no part needs a copy at a buddy: memory has each for the rank that replaces its own."""
+    left = left_at(reports, version, distinct)
+    return not distinct and all(each.outlives or place in left for place, each in enumerate(reports))
 
 
 def newest_held(reports: Sequence[Report]) -> Held | None:
@@ -348,7 +359,7 @@ def moves_of(reports: Sequence[Report], version: int, source: int, distinct: int
     has no copy, from a replica. All make their moves in this order, so none waits in a circle.
     """
     size, moves = whole_of(len(reports), distinct), list[Move]()
-    left = set[int]() if distinct else left_at(reports, version)
+    left = left_at(reports, version, distinct)
     for place, report in enumerate(reports[:size]):
         if report.fresh:
             moves.append(Move(version=version, what=What.REST, source=source, target=place))
@@ -360,7 +371,7 @@ def moves_of(reports: Sequence[Report], version: int, source: int, distinct: int
                 giver = holders_of(reports, distinct)[place] or giver
             what = What.SHARD if giver.copy else What.REPLICA
             moves.append(Move(version=version, what=what, source=giver.rank, target=place))
-    copies = size > 1 and (distinct > 0 or not all_outlive(reports, version))
+    copies = size > 1 and not all_outlive(reports, version, distinct)
     without = [place for place, report in enumerate(reports[:size]) if copies and not report.keeps]
     wards = sorted((ward_of(place, size) for place in without), key=lambda ward: (ward % 2, ward))
     moves += [
@@ -373,13 +384,15 @@ class Plan(NamedTuple):
     """The steps of a meeting after which each rank has its part.
 
     moves: of all ranks, in the order in which they are made. division: this rank's afterwards. divides: it is
-    another one. holders: of the parts of the old division, if they are divided again.
+    another one. holders: of the parts of the old division, if they are divided again. leaves: whether the
+    memory of all ranks has their parts, so that no buddy has copies.
     """
 
     moves: tuple[Move, ...] = ()
     division: Division | None = None
     divides: bool = False
     holders: tuple[Holder, ...] = ()
+    leaves: bool = False
 
 
 def plan_of(reports: Sequence[Report], version: int, source: int, part: Division, number: int) -> Plan:
@@ -389,7 +402,11 @@ def plan_of(reports: Sequence[Report], version: int, source: int, part: Division
     """
     distinct, size = part.distinct, whole_of(len(reports), part.distinct)
     if is_divided(reports, distinct):
-        return Plan(tuple(moves_of(reports, version, source, distinct)), replace(part, size=size))
+        return Plan(
+            tuple(moves_of(reports, version, source, distinct)),
+            replace(part, size=size),
+            leaves=all_outlive(reports, version, distinct),
+        )
     rest = (
         Move(version=version, what=What.REST, source=source, target=place)
         for place, report in enumerate(reports[:size])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zbmd.torch
-from zbmd.training.torch.transaction import DIGEST_EVERY
+from zbmd.training.torch.ballots import DIGEST_EVERY
 from zbmd.transport.errors import UserError
 
 torch.set_num_threads(1)

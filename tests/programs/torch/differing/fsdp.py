@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zbmd.torch
-from zbmd.training.torch.transaction import DIGEST_EVERY
+from zbmd.training.torch.ballots import DIGEST_EVERY
 from zbmd.transport.errors import UserError
 
 torch.set_num_threads(1)

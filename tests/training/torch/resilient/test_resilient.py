@@ -21,7 +21,7 @@ from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig, RunResult
 from zbmd.actors.view import OnLoss, Outcome
-from zbmd.training.torch.transaction import DIGEST_EVERY
+from zbmd.training.torch.ballots import DIGEST_EVERY
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional

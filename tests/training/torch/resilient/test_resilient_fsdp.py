@@ -19,7 +19,7 @@ from support.processes.warm_template import template_of
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import Outcome
-from zbmd.training.torch.transaction import DIGEST_EVERY
+from zbmd.training.torch.ballots import DIGEST_EVERY
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional

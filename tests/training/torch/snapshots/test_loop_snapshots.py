@@ -18,6 +18,7 @@ from support.jobs.held_loops import (
     command,
     end_of,
     holders,
+    told_in,
     variables,
     whole_at,
 )
@@ -99,3 +100,25 @@ async def test_all_ranks_are_killed_at_once_and_their_launcher_lives(launcher: L
         text = await asyncio.to_thread(end_of, running)
     assert "resumed step 6 from the memory of rank 0, 1" in text, text
     check_bits(launcher, FSDP, text)
+
+
+@pytest.mark.parametrize(
+    ("fault", "killed"),
+    [
+        ("rank0:loop.prepared:3,rank1:loop.prepared:3", 2),  # a rank and its buddy
+        ("rank1:loop.held:4", 1),  # as it copies a step: the update after the one before is made again
+    ],
+)
+async def test_a_lost_shard_is_made_again_of_what_its_rank_has_left(
+    launcher: Launcher, fault: str, killed: int
+) -> None:
+    preload = ("--preload", "torch,torch._dynamo,zbmd.training.torch.resilient")
+    run = ("run", "-n", "3", *preload, str(FSDP))
+    with started(launcher, *run, ZBMD_SNAPSHOTS="off", **variables()) as running:
+        wanted = told_in(await asyncio.to_thread(end_of, running))
+    with started(launcher, *run, **variables(fault)) as running:
+        text = await asyncio.to_thread(end_of, running)
+    told = told_in(text)
+    assert text.count("SIGKILL") >= killed, text
+    assert {name for name in wanted if "final" in name or name.endswith("rank 2")} <= told.keys(), text
+    assert {name: wanted.get(name) for name in told} == told, text

@@ -36,7 +36,7 @@ no rank has the state, or none a part of it, and what fresh ranks hold makes up 
 there (`Recall`), and all meet again: then they have it, as if they had never been lost. A rank whose ward is
 alone on another node keeps the ward's copy there as well: the memory of such a node may be lost.
 
-Where that memory has all parts, no buddy has copies: gradients are left there before a vote (`Deliver`).
+No buddy has copies where that memory has all parts: gradients are left there before a vote (`Deliver`).
 
 If there are fewer or more ranks than before, the sharded state is divided again (`fsdp.division`): all
 receive their parts (`Divide`), agree that they have (`Agree`), and adopt them (`Adopt`). In a hybrid mesh

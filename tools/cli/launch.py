@@ -7,10 +7,11 @@ import errno
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zbmd.actors.bootstrap.environments import NAMESPACE_FILE, Pod
 from zbmd.actors.bootstrap.merge import Bootstrap, Role, bootstrap_of
-from zbmd.tools.cli.launch_settings import IGNORED, Settings, ignored, service, stated
+from zbmd.tools.cli.launch_settings import IGNORED, ON, Setting, Settings, ignored, service, stated
 from zbmd.tools.cli.settings import DEFAULT, parse_ranks
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.threads import thread_share
@@ -31,6 +32,30 @@ TRUE = frozenset({"1", "true", "yes"})
 def spellings(name: str) -> list[str]:
     """`--some-name` and `--some_name`."""
     return sorted({f"--{name.replace('_', '-')}", f"--{name}"})
+
+
+class _Joined(argparse.Action):
+    """An option that is given several times means all of its values, with commas between them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
+def add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
+    """Add the option of a setting, in both spellings."""
+    names = [*(["-n"] if setting.name == "nproc_per_node" else []), *spellings(setting.name)]
+    if setting.switch:
+        parser.add_argument(*names, dest=setting.name, action="store_const", const=ON, help=setting.help)
+        return
+    action: Any = _Joined if setting.listed else "store"
+    parser.add_argument(*names, dest=setting.name, action=action, metavar=setting.metavar, help=setting.help)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,8 @@ class Setting:
     """One setting: its name (TOML key; `--name` and ZBMD_NAME alike), parser and what it means.
 
     torchrun: torchrun has it too, under the same name, and so PET_NAME is read where ZBMD_NAME is not set.
-    switch: the option takes no value, and means `on`.
+    switch: the option takes no value, and means `on`. listed: it takes several with commas between them, and
+    may be given several times.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Setting:
     help: str
     torchrun: bool = False
     switch: bool = False
+    listed: bool = False
 
     @property
     def option(self) -> str:

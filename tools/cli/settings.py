@@ -183,6 +183,7 @@ SETTINGS = (
         name="preload",
         parse=parse_preload,
         default=(),
+        listed=True,
         metavar="MODULES",
         help="modules, such as torch, to import once before ranks are forked: replacements start sooner",
     ),

@@ -72,8 +72,7 @@ def parser(*only: str) -> argparse.ArgumentParser:
 
 
 def _add_run(commands: Any) -> None:
-    from zbmd.tools.cli.launch import add_flags, spellings
-    from zbmd.tools.cli.launch_settings import ON
+    from zbmd.tools.cli.launch import add_flags, add_setting
     from zbmd.tools.cli.options import add_command
     from zbmd.tools.cli.settings import SETTINGS
 
@@ -86,15 +85,7 @@ def _add_run(commands: Any) -> None:
     )
     run.set_defaults(run_command=run_command)
     for setting in SETTINGS:
-        short = ["-n"] if setting.name == "nproc_per_node" else []
-        if setting.switch:
-            run.add_argument(
-                *spellings(setting.name), dest=setting.name, action="store_const", const=ON, help=setting.help
-            )
-            continue
-        run.add_argument(
-            *short, *spellings(setting.name), dest=setting.name, metavar=setting.metavar, help=setting.help
-        )
+        add_setting(run, setting)
     add_flags(run)
     run.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
     run.add_argument(

@@ -34,7 +34,7 @@ from zbmd.actors.process.output import OutputLine, StreamName
 from zbmd.actors.rank.environment import SPARE_RANKS_VARIABLE
 from zbmd.actors.view import Outcome
 from zbmd.tools.cli.console import Console
-from zbmd.tools.cli.launch import spellings
+from zbmd.tools.cli.launch import add_setting
 from zbmd.tools.cli.launch_settings import Settings, spares_of
 from zbmd.tools.cli.options import add_at, by_names
 from zbmd.tools.cli.settings import SETTINGS, merge
@@ -259,12 +259,8 @@ examples:
 def add_arguments(submit: argparse.ArgumentParser) -> None:
     """The options of `zbmd-node submit`."""
     for setting in SETTINGS:
-        if setting.name not in NAMES:
-            continue
-        short = ["-n"] if setting.name == "nproc_per_node" else []
-        submit.add_argument(
-            *short, *spellings(setting.name), dest=setting.name, metavar=setting.metavar, help=setting.help
-        )
+        if setting.name in NAMES:
+            add_setting(submit, setting)
     submit.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
     submit.add_argument(
         "--env",

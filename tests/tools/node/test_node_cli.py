@@ -213,7 +213,7 @@ def test_a_module_runs_like_a_script(launcher: Launcher, tmp_path: Path) -> None
 
 def test_modules_are_imported_before_the_forks(launcher: Launcher, plain: Callable[[str], str]) -> None:
     path = plain("import sys; print(*(name in sys.modules for name in ('wave', 'xml.dom', 'turtle')))")
-    ended = launcher.run("run", "-n", "2", "--preload", "wave, xml.dom", path)
+    ended = launcher.run("run", "-n", "2", "--preload", "wave, xml", "--preload", "xml.dom", path)
     assert (ended.code, sorted(ended.out)) == (0, [f"[rank{r}]: True True False" for r in (0, 1)]), ended
 
 

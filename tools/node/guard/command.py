@@ -176,9 +176,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for setting in SETTINGS:
         if setting.name not in OF_THE_LAUNCHER:
-            top.add_argument(
-                *launch.spellings(setting.name), dest=setting.name, metavar=setting.metavar, help=setting.help
-            )
+            launch.add_setting(top, setting)
     top.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML, by the options' names")
     top.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     top.add_argument("target", metavar="SCRIPT", help="a Python script, or with -m a module")

@@ -64,10 +64,10 @@ with lazy_imports(globals()):
     from zbmd.training.optim.clip import TrainingDiverged as TrainingDiverged
     from zbmd.training.profiler.lines import RankProfile as RankProfile
     from zbmd.training.profiler.lines import read_profiles as read_profiles
-    from zbmd.training.run.ledger import Audit as Audit
+    from zbmd.training.run.audit import Audit as Audit
+    from zbmd.training.run.audit import audit as audit
     from zbmd.training.run.ledger import CommitRecord as CommitRecord
     from zbmd.training.run.ledger import LogHeader as LogHeader
-    from zbmd.training.run.ledger import audit as audit
     from zbmd.training.run.ledger import read_log as read_log
     from zbmd.training.run.plain import PlainStep as PlainStep
     from zbmd.training.run.plain import PlainTrainer as PlainTrainer

@@ -21,8 +21,8 @@ from zbmd.training.data.token_corpus import TokenCorpus, read_manifest
 from zbmd.training.data.tokenizers import TOKENIZER_NAME, BPETokenizer
 from zbmd.training.model.generate import generate, generate_tokens
 from zbmd.training.model.gpt import GPT
-from zbmd.training.run.audit import audit_loop
-from zbmd.training.run.ledger import LOG_NAME, Audit, audit, read_log, read_record
+from zbmd.training.run.audit import Audit, audit, audit_loop
+from zbmd.training.run.ledger import LOG_NAME, read_log, read_record
 from zbmd.training.run.loop_steps import LoopPlan
 from zbmd.training.step.recipe import Recipe
 from zbmd.transport.errors import UserError

@@ -1,4 +1,4 @@
-"""The audit of a loop's commit log: each step, batch and sample once; and what amends it after a loss.
+"""Audits of commit logs: each step, batch and sample once; and what amends a loop's after a loss.
 
 Imports nothing of PyTorch.
 """
@@ -6,12 +6,12 @@ Imports nothing of PyTorch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, pairwise
 
-from zbmd.training.run.ledger import Audit, CommitRecord, LedgerBroken
+from zbmd.training.run.ledger import CommitRecord, LedgerBroken
 from zbmd.training.run.loop_steps import Deal, Ids, LoopStep
 
 
@@ -39,6 +39,53 @@ def amendment(*, logged: int, step: int) -> Amend:
     raise LedgerBroken(
         f"the log of the loop ends with step {logged}, and {step} steps are committed: was another file put "
         "there?"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """The result of an audit of a run."""
+
+    steps: int
+    steps_lost: int
+    samples: int
+    samples_skipped: int
+    samples_repeated: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is lost, skipped or repeated."""
+        return not (self.steps_lost or self.samples_skipped or self.samples_repeated)
+
+
+def audit(
+    records: Iterable[CommitRecord],
+    expected: Callable[[int], Iterable[int]],
+    *,
+    base_version: int,
+    steps: int,
+) -> Audit:
+    """Compare what was committed with what should have been.
+
+    `expected(version)` are the sample ids that belong to a version. A sample is skipped if an expected one
+    was not consumed in its step, repeated if it was consumed there more often than expected.
+    """
+    by_version: dict[int, Counter[int]] = {}
+    for record in records:
+        consumed = Counter(sample for ids in record.shards.values() for sample in ids)
+        by_version[record.version] = by_version.get(record.version, Counter()) + consumed
+    skipped = repeated = samples = 0
+    for version in range(base_version + 1, base_version + steps + 1):
+        want, got = Counter(expected(version)), by_version.get(version, Counter())
+        samples += want.total()
+        skipped += (want - got).total()
+        repeated += (got - want).total()
+    return Audit(
+        steps=len(by_version),
+        steps_lost=steps - len(by_version),
+        samples=samples,
+        samples_skipped=skipped,
+        samples_repeated=repeated,
     )
 
 

@@ -11,9 +11,7 @@ import contextlib
 import fcntl
 import os
 import struct
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -558,50 +556,3 @@ def _write(file: int, data: bytes, path: Path) -> None:
 def loss_of(record: CommitRecord) -> float:
     """Return the training loss of a step, nats per byte: its shards' losses added in their order."""
     return sum(record.losses[shard] for shard in sorted(record.losses))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """The result of an audit of a run."""
-
-    steps: int
-    steps_lost: int
-    samples: int
-    samples_skipped: int
-    samples_repeated: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is lost, skipped or repeated."""
-        return not (self.steps_lost or self.samples_skipped or self.samples_repeated)
-
-
-def audit(
-    records: Iterable[CommitRecord],
-    expected: Callable[[int], Iterable[int]],
-    *,
-    base_version: int,
-    steps: int,
-) -> Audit:
-    """Compare what was committed with what should have been.
-
-    `expected(version)` are the sample ids that belong to a version. A sample is skipped if an expected one
-    was not consumed in its step, repeated if it was consumed there more often than expected.
-    """
-    by_version: dict[int, Counter[int]] = {}
-    for record in records:
-        consumed = Counter(sample for ids in record.shards.values() for sample in ids)
-        by_version[record.version] = by_version.get(record.version, Counter()) + consumed
-    skipped = repeated = samples = 0
-    for version in range(base_version + 1, base_version + steps + 1):
-        want, got = Counter(expected(version)), by_version.get(version, Counter())
-        samples += want.total()
-        skipped += (want - got).total()
-        repeated += (got - want).total()
-    return Audit(
-        steps=len(by_version),
-        steps_lost=steps - len(by_version),
-        samples=samples,
-        samples_skipped=skipped,
-        samples_repeated=repeated,
-    )

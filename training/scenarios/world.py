@@ -23,7 +23,8 @@ from zbmd.training.redundancy.cut_events import Divide, Keeps
 from zbmd.training.redundancy.interface import Wish
 from zbmd.training.redundancy.machine import SLOTS
 from zbmd.training.redundancy.resizing import ResizingMirror
-from zbmd.training.run.ledger import Audit, CommitRecord, audit
+from zbmd.training.run.audit import Audit, audit
+from zbmd.training.run.ledger import CommitRecord
 from zbmd.transport import sim
 
 COPIES_AT = SLOTS

@@ -18,7 +18,7 @@ SEEDS, VERSIONS = 400, 5
 
 @dataclass
 class Host:
-    """What the snapshot process of one host knows of one checkpoint. ranks: of this host."""
+    """The snapshot process of one host, and what it knows of one checkpoint. ranks: of this host."""
 
     ranks: tuple[int, ...]
     machine: Commitment

@@ -12,16 +12,15 @@ import msgspec
 import pytest
 
 from zbmd.training.run import ledger
+from zbmd.training.run.audit import Audit, audit
 from zbmd.training.run.ledger import (
     LOG_FORMAT,
     LOG_NAME,
-    Audit,
     CommitLog,
     CommitRecord,
     LedgerBroken,
     LogHeader,
     RunLog,
-    audit,
     has_log,
     read_log,
 )

@@ -52,7 +52,7 @@ def test_a_division_that_one_rank_has_adopted_is_adopted_by_all() -> None:
     ready = Division(number=1, size=3, place=1)
     found = settled([report(1, 3, 0), report(0, 4, 2, ready=ready)])
     assert [each.division for each in found] == [Division(number=1, size=3, place=0), ready]
-    assert lost_part(found) == "" and [each.rank for each in holders_of(found) if each] == [0, 1, 0]
+    assert lost_part(found, 4) == "" and [each.rank for each in holders_of(found) if each] == [0, 1, 0]
 
 
 def test_a_division_that_some_have_received_is_dropped() -> None:
@@ -165,7 +165,7 @@ def test_losses_while_a_state_is_divided_leave_each_rank_its_part(seed: int) -> 
         elif len(ranks) < 7:
             ranks.append(Rank(9, Transactions(fresh=True, sharded=True), set(), set()))
         reports = settled([rank.machine.report for rank in ranks])
-        if all(each.fresh for each in reports) or lost_part(reports):
+        if all(each.fresh for each in reports) or lost_part(reports, 4):
             return
         whole = meet(ranks, rng, dies_at=rng.choice([*range(20), 1000]))
         for rank in ranks:

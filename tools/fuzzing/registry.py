@@ -159,6 +159,7 @@ EXEMPT: Final[Mapping[str, str]] = {
     "training/ops/cuda/executor.py": "copies page-locked memory of its own",
     "training/ops/cuda/transfers.py": "views page-locked memory of its own",
     "training/job/checkpoints.py": "makes a number of a digest of its own",
+    "training/job/stragglers/samples.py": "makes a number of a digest of its own",
     "transport/bulk/stripe_io.py": "receives for the reader of stream.py, asks the kernel of its own socket",
     "actors/core/actor.py": "makes a number of random bytes of its own",
     "actors/replay/recording.py": "makes a number of random bytes of its own",

@@ -19,6 +19,7 @@ from support.jobs.profiles import WALL, S, encoded, life, step
 from support.jobs.two_ranks import killed_run
 
 from zbmd.tools.entry import zbmd as cli
+from zbmd.tools.lab.bench.training.database import measured
 from zbmd.tools.telemetry.ingest import HISTORY_STEPS, Added, RunDatabase
 from zbmd.tools.telemetry.schema import DATABASE_NAME, PHASE_COLUMNS, TABLES
 from zbmd.tools.telemetry.tail import Position, new_lines
@@ -205,6 +206,12 @@ def test_old_steps_are_added_up_and_nothing_is_lost(tmp_path: Path) -> None:
         assert past == -(-history // HISTORY_STEPS)
         first, last = one(database, "SELECT min(step), max(step) FROM step_timing")
         assert (first, last) == (2001 - rows, 2000)
+
+
+def test_the_benchmark_finds_every_row_and_asks_all_that_pages_ask(tmp_path: Path) -> None:
+    found = measured(tmp_path, steps=300, ranks=2)
+    assert found.rows == 600 and found.rows_per_s > 0 and found.mebibytes > 0
+    assert found.slowest_s >= 0 and {"summary", "waterfall", "events"} <= found.query_s.keys()
 
 
 def test_several_processes_may_fill_it_at_once(tmp_path: Path) -> None:

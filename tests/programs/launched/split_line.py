@@ -9,7 +9,8 @@ from pathlib import Path
 
 from support.processes.polling import until
 
-BEGUN, PASSED = Path("begun"), Path("passed")
+FOLDER = Path(os.environ.get("FOLDER", "."))
+BEGUN, PASSED = FOLDER / "begun", FOLDER / "passed"
 if os.environ["RANK"] == "0":
     sys.stdout.write("begun")
     sys.stdout.flush()

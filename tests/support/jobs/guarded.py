@@ -29,7 +29,6 @@ def started(
         "ZBMD_COOKIE_FILE": str(directory / "cookie"),
         "ZBMD_ARENA": "32MiB",
         "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "",  # guards share one pipe: each line of a rank comes by one write, with its end
         "XDG_STATE_HOME": str(directory / "state"),
         MARKER: marker,
     }

@@ -84,6 +84,17 @@ async def test_a_rank_and_its_replacement_write_through_their_own_guard(
         assert re.findall(r"told on standard error by rank (\d)", told) == [str(rank)] * len(begun), told
 
 
+def test_no_line_of_another_guards_rank_is_in_the_midst_of_one(tmp_path: Path) -> None:
+    """All guards of torchrun have one pipe, and Python without a buffer, which ends a line by a second write."""
+    variables = {"PYTHONPATH": str(PROGRAMS.parent), "FOLDER": str(tmp_path)}
+    with torchrun(tmp_path, 2, PROGRAMS / "launched/split_line.py", **variables) as running:
+        running.until_shown("[rank0]: begun")
+        (tmp_path / "begun").touch()
+        assert running.end() == 0, running.text
+    assert "[rank0]: begun and ended\n" in running.text
+    assert all(f"\n[rank1]: line {number}\n" in running.text for number in range(100))
+
+
 def test_torchrun_reports_the_exit_code_of_the_rank_that_failed(tmp_path: Path) -> None:
     (tmp_path / "again").touch()
     options = ("--max-restarts", "0")

@@ -115,6 +115,14 @@ class GuardedOutput:
         await asyncio.gather(*(writer.close() for writer in self._writers.values()))
 
 
+def _are_ours(streams: Sequence[TextIO]) -> bool:
+    """Return whether these are the files of the standard output and error of this process."""
+    with suppress(OSError, ValueError, AttributeError):  # a stream that is closed, or has no file
+        pairs = zip(streams, (sys.stdout, sys.stderr), strict=True)
+        return all(os.path.sameopenfile(one.fileno(), own.fileno()) for one, own in pairs)
+    return False
+
+
 class Guards:
     """The other guards of this host, from local rank 1 on. Use within `open`, on a running loop.
 
@@ -199,12 +207,15 @@ class Guards:
             self._tell(guard, 0)
 
     def output(self, others: LiveSink) -> GuardedOutput:
-        """Return where the ranks of this host write: each through its guard, that of this one to `others`."""
+        """Return where the ranks of this host write: each through its guard, that of this one to `others`.
+
+        Where guards have the same file or pipe, one writer has it, which keeps lines apart.
+        """
         if self._output is None:
             writers = {
                 local_rank: LineWriter(plain.emit, release=plain.release)
                 for local_rank, guard in self._others.items()
-                if len(guard.streams) == len(STREAMS)
+                if len(guard.streams) == len(STREAMS) and not _are_ours(guard.streams)
                 for plain in [PlainOutput(to=dict(zip(STREAMS, guard.streams, strict=True)))]
             }
             self._output = GuardedOutput(others, writers, self.count)

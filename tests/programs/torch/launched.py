@@ -1,4 +1,7 @@
-"""A rank under any launcher: some operations, and what it found. Arguments: the init method, if not env://."""
+"""A rank under any launcher: some operations, and what it found. Arguments: the init method, if not env://.
+
+A line is written by one call: torchrun starts Python without a buffer, and ranks share a pipe.
+"""
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ def check() -> None:
 def main() -> None:
     dist.init_process_group(os.environ.get("BACKEND", "zbmd"), *sys.argv[1:])
     check()
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is good")
+    sys.stdout.write(
+        f"rank {dist.get_rank()} of {dist.get_world_size()} is good\n"
+    )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,7 @@
-"""A rank under torchrun that dies in the first attempt; the others see why, and the second ends well."""
+"""A rank under torchrun that dies in the first attempt; the others see why, and the second ends well.
+
+A line is written by one call: torchrun starts Python without a buffer, and ranks share a pipe.
+"""
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -6,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 from typing import Any
 
 import torch
@@ -25,8 +29,10 @@ if attempt == 0:
         dist.all_reduce(torch.ones(3))
     except dist.DistBackendError as error:
         assert isinstance(error.__cause__, PeerLost), repr(error.__cause__)
-        print(f"rank {me} saw: {error}", flush=True)
+        sys.stdout.write(f"rank {me} saw: {error}\n")
         raise SystemExit(3) from None
     raise AssertionError("rank 1 is dead")
-print(f"rank {me} of {dist.get_world_size()} is good in attempt {attempt}")
+sys.stdout.write(
+    f"rank {me} of {dist.get_world_size()} is good in attempt {attempt}\n"
+)
 dist.destroy_process_group()

@@ -1,6 +1,8 @@
 """Three ranks that one process makes: by `mp.spawn`, `multiprocessing` or `os.fork`; then init methods.
 
 Arguments: how, and the init method.
+
+A line is written by one call: torchrun starts Python without a buffer, and ranks share a pipe.
 """
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -32,7 +34,7 @@ def rank(me: int, init_method: str) -> None:
         check()
         dist.barrier()
         dist.destroy_process_group()
-    print(f"rank {me} of {RANKS} is good")
+    sys.stdout.write(f"rank {me} of {RANKS} is good\n")
 
 
 def forked(init_method: str) -> None:

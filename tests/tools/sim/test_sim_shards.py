@@ -12,7 +12,7 @@ MUTATIONS = [
     Mutation(
         "a vote is cast before the ward's gradients are here",
         "shards",
-        (Edit(f"{LOOP}._prepared", "self.sharded and event.updates", "False"),),
+        (Edit(f"{LOOP}._prepared", "self.sharded and (event.updates or self.leaves)", "False"),),
         BROKEN,
         seed=0,
     ),

@@ -243,17 +243,22 @@ class CudaOperators:
 
     # ---- products
 
-    def linear(self, tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None = None) -> Tensor:
-        """See `ops.linear`: in FP8, if the executor multiplies in it."""
-        return self._linear(tape, x, weight, residual, in_fp8=self.executor.matmul_precision == FP8)
-
     def head_linear(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         """See `ops.linear`: of the logits, never in FP8."""
-        return self._linear(tape, x, weight, None, in_fp8=False)
+        return self.linear(tape, x, weight, in_fp8=False)
 
-    def _linear(
-        self, tape: Tape, x: Tensor, weight: Parameter, residual: Tensor | None, *, in_fp8: bool
+    def linear(
+        self,
+        tape: Tape,
+        x: Tensor,
+        weight: Parameter,
+        residual: Tensor | None = None,
+        *,
+        in_fp8: bool | None = None,
     ) -> Tensor:
+        """See `ops.linear`. in_fp8: None means if the executor multiplies in it."""
+        if in_fp8 is None:
+            in_fp8 = self.executor.matmul_precision == FP8
         a, w = _on_device(x.data), _on_device(weight.stored)
         other = None if residual is None else _on_device(residual.data)
         y = self._product("nn", a, w, residual=other, in_fp8=in_fp8)

@@ -41,9 +41,7 @@ def check() -> None:
 def main() -> None:
     dist.init_process_group(os.environ.get("BACKEND", "zbmd"), *sys.argv[1:])
     check()
-    sys.stdout.write(
-        f"rank {dist.get_rank()} of {dist.get_world_size()} is good\n"
-    )
+    sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()} is good\n")
     dist.destroy_process_group()
 
 

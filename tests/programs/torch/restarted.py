@@ -32,7 +32,5 @@ if attempt == 0:
         sys.stdout.write(f"rank {me} saw: {error}\n")
         raise SystemExit(3) from None
     raise AssertionError("rank 1 is dead")
-sys.stdout.write(
-    f"rank {me} of {dist.get_world_size()} is good in attempt {attempt}\n"
-)
+sys.stdout.write(f"rank {me} of {dist.get_world_size()} is good in attempt {attempt}\n")
 dist.destroy_process_group()

@@ -85,7 +85,7 @@ async def test_a_rank_and_its_replacement_write_through_their_own_guard(
 
 
 def test_no_line_of_another_guards_rank_is_in_the_midst_of_one(tmp_path: Path) -> None:
-    """All guards of torchrun have one pipe, and Python without a buffer, which ends a line by a second write."""
+    """All guards of torchrun have one pipe; Python has no buffer there, so a line ends by a second write."""
     variables = {"PYTHONPATH": str(PROGRAMS.parent), "FOLDER": str(tmp_path)}
     with torchrun(tmp_path, 2, PROGRAMS / "launched/split_line.py", **variables) as running:
         running.until_shown("[rank0]: begun")

@@ -207,9 +207,9 @@ class Guards:
             self._tell(guard, 0)
 
     def output(self, others: LiveSink) -> GuardedOutput:
-        """Return where the ranks of this host write: each through its guard, that of this one to `others`.
+        """Return the output of the ranks of this host: each through its guard, that of this one to `others`.
 
-        Where guards have the same file or pipe, one writer has it, which keeps lines apart.
+        Guards with the same file or pipe have one writer, which keeps lines apart.
         """
         if self._output is None:
             writers = {

@@ -319,10 +319,13 @@ class Executor(ABC):
 
     def _desynchronised(self) -> Desynchronised:
         calls = {member: self._describe(i) for i, member in enumerate(self.members)}
-        mine, culprit = self.members[self.place], self.members[self.native.culprit]
+        named = [self.place, self.native.culprit]
+        # A third rank shows which of the two is the odd one. The calls of some are not read, and empty.
+        named += [i for i in range(len(self.members)) if i not in named and any(self.native.header(i))][:1]
+        told = ", ".join(f"rank {self.members[i]} called {calls[self.members[i]]}" for i in named)
         return Desynchronised(
-            f"operation #{self.sequence} of {self.title}: rank {mine} called {calls[mine]}, "
-            f"rank {culprit} called {calls[culprit]}; every rank must make the same calls in the same order",
+            f"operation #{self.sequence} of {self.title}: {told}; every rank must make the same calls in the "
+            "same order",
             calls,
         )
 

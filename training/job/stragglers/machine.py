@@ -106,8 +106,8 @@ class Named:
 
     past: whether it is slow beside its own past; peers: beside ranks with equal work. together: all ranks
     whose links are slow at once, of which `rank` is the first: between two hosts neither end differs from
-    the other. Empty of a rank that is slow by itself. link: the one between two of many hosts, in words; its
-    ends are `together` then.
+    the other. Empty of a rank that is slow by itself. link: the text that names one link between two of many
+    hosts, whose ends are `together`; empty otherwise.
     """
 
     step: int

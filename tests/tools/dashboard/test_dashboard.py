@@ -226,12 +226,15 @@ async def shown(page: Page) -> str:
 
 @in_a_browser
 async def test_each_page_of_a_run(killed: Path, tmp_path: Path) -> None:
+    with RunDatabase(killed) as database:
+        database.update()
+        slowest = {row["op"] for row in QUESTIONS["slowest_ops"](database.connection)["rows"]}
     expected = {
         "run": ("Loss", "Goodput", "useful step", "rank 1 died, as rank 0 noticed", "grad norm"),
         "profiling": (
             "Time of a step",
             "Communication and bubble",
-            "all_reduce_shards",
+            *slowest,
             "rank 1 steps",
             "rank 1 ops",
             "GFLOP/s",
@@ -244,7 +247,7 @@ async def test_each_page_of_a_run(killed: Path, tmp_path: Path) -> None:
             await page.open(f"{address}{name}")
             await page.until(DRAWN)
             text = await shown(page)
-            assert all(word in text for word in words), (name, text)
+            assert not [word for word in words if word not in text], (name, text)
             assert colors_in(await page.picture()) > 20, name
         assert not page.errors
         assert not [url for url in page.asked if not url.startswith((address, "data:", "blob:", "about:"))]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from zbmd.actors.cluster.local_deaths import boot_id
 from zbmd.tools.telemetry.measures import USER_SERIES_MAX
-from zbmd.tools.telemetry.schema import PHASES
+from zbmd.tools.telemetry.schema import CHUNK_STEPS, PHASES
 
 BINS_MAX: Final = 400
 POINTS_MAX: Final = 1_000
@@ -28,13 +28,22 @@ Answer = dict[str, Any]
 
 
 class Bins:
-    """Equal ranges of steps, from the first to the last that the database has."""
+    """Equal ranges of steps, from the first to the last that there are, and the view with their sums."""
 
     def __init__(self, connection: sqlite3.Connection, most: int = BINS_MAX) -> None:
-        first, last = connection.execute("SELECT min(first_step), max(first_step) FROM step_sums").fetchone()
+        first, last, oldest = connection.execute(
+            "SELECT (SELECT min(step) FROM step_timing), (SELECT max(step) FROM step_timing), "
+            "(SELECT min(first_step) FROM step_history)"
+        ).fetchone()
+        first = first if oldest is None else oldest
         self.first = 0 if first is None else int(first)
         self.count = 0 if first is None else int(last) - self.first + 1
         self.width = max(1, -(-self.count // most))
+        self.source = "step_sums"
+        if self.width >= CHUNK_STEPS:
+            self.first -= self.first % CHUNK_STEPS
+            self.width += -self.width % CHUNK_STEPS
+            self.source = "chunk_sums"
 
     @property
     def expression(self) -> str:
@@ -51,11 +60,11 @@ def summary(connection: sqlite3.Connection) -> Answer:
     """Return the numbers at the top of the page; None for one that is not known."""
     steps, wall, comm, bubble, flops, hardware = connection.execute(
         "SELECT sum(steps), sum(wall_ns), sum(comm_ns), sum(bubble_ns), sum(flops), sum(hardware_flops) "
-        "FROM step_sums"
+        "FROM chunk_sums"
     ).fetchone()
-    (last_step,) = connection.execute("SELECT max(first_step) FROM step_sums").fetchone()
+    (last_step,) = connection.execute("SELECT max(first_step) FROM chunk_sums").fetchone()
     (peak_ns,) = connection.execute(
-        "SELECT sum(wall_ns * peak_flops) FROM step_sums JOIN incarnations USING (incarnation_id)"
+        "SELECT sum(wall_ns * peak_flops) FROM chunk_sums JOIN incarnations USING (incarnation_id)"
     ).fetchone()
     kinds = dict(connection.execute("SELECT kind, count(*) FROM events GROUP BY kind").fetchall())
     recoveries = connection.execute(
@@ -95,7 +104,7 @@ def waterfall(connection: sqlite3.Connection) -> Answer:
     bins = Bins(connection)
     sums = ", ".join(f"sum({phase}_ns) / 1e6 / sum(steps)" for phase in PHASES)
     rows = connection.execute(
-        f"SELECT {bins.expression} AS bin, {sums} FROM step_sums GROUP BY bin ORDER BY bin"
+        f"SELECT {bins.expression} AS bin, {sums} FROM {bins.source} GROUP BY bin ORDER BY bin"
     ).fetchall()
     found = _columns(rows, ("step", *PHASES))
     phases = {phase: found[phase] for phase in PHASES if any(found[phase])}
@@ -109,7 +118,7 @@ def utilisation(connection: sqlite3.Connection) -> Answer:
         f"SELECT {bins.expression} AS bin, sum(flops) * 1e9 / sum(wall_ns * peak_flops), "
         "sum(hardware_flops) * 1e9 / sum(wall_ns * peak_flops), sum(flops) * 1.0 / sum(wall_ns), "
         "sum(comm_ns) * 1.0 / sum(wall_ns), sum(bubble_ns) * 1.0 / sum(wall_ns) "
-        "FROM step_sums JOIN incarnations USING (incarnation_id) GROUP BY bin ORDER BY bin"
+        f"FROM {bins.source} JOIN incarnations USING (incarnation_id) GROUP BY bin ORDER BY bin"
     ).fetchall()
     names = ("step", "mfu", "hfu", "gflops", "comm", "bubble")
     return {**_columns(rows, names), "comm_limit": COMM_LIMIT, "bubble_limit": BUBBLE_LIMIT}
@@ -121,7 +130,7 @@ def by_rank(connection: sqlite3.Connection) -> Answer:
     rows = connection.execute(
         f"SELECT rank, {bins.expression} AS bin, "
         "sum(wall_ns - comm_ns - idle_ns - bubble_ns) / 1e6 / sum(steps) "
-        "FROM step_sums WHERE rank < ? GROUP BY rank, bin ORDER BY rank, bin",
+        f"FROM {bins.source} WHERE rank < ? GROUP BY rank, bin ORDER BY rank, bin",
         (HEAT_RANKS_MAX,),
     ).fetchall()
     steps = sorted({row[1] for row in rows})
@@ -172,7 +181,7 @@ def memory(connection: sqlite3.Connection) -> Answer:
     """Return the most bytes of activations that any rank held, for each bin."""
     bins = Bins(connection)
     rows = connection.execute(
-        f"SELECT {bins.expression} AS bin, max(activation_bytes), avg(activation_bytes) FROM step_sums "
+        f"SELECT {bins.expression} AS bin, max(activation_bytes), avg(activation_bytes) FROM {bins.source} "
         "WHERE activation_bytes IS NOT NULL GROUP BY bin ORDER BY bin"
     ).fetchall()
     return _columns(rows, ("step", "most", "mean"))

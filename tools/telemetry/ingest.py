@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from zbmd.tools.runs.launches import (
     launch_files,
     read_launch,
 )
-from zbmd.tools.telemetry.schema import PHASES, SUMMED_COLUMNS, open_database
+from zbmd.tools.telemetry.schema import CHUNK_STEPS, PHASES, SUMMED_COLUMNS, open_database
 from zbmd.tools.telemetry.tail import Lines, Position, new_lines
 from zbmd.training.autograd._spans import CATEGORIES, TRACK_OP, TRACK_STEP
 from zbmd.training.job.records import METRICS_NAME
@@ -50,9 +50,6 @@ STEP_ROWS_MAX: Final = 2_000_000
 """Rows of `step_timing`; the oldest are added up in `step_history` then, a quarter at a time."""
 TIMELINE_ROWS_MAX: Final = 2_000_000
 OP_ROWS_MAX: Final = 2_000_000
-HISTORY_STEPS: Final = 100
-"""Steps that a row of `step_history` is of."""
-
 Row = tuple[Any, ...]
 
 _STEP_COLUMNS: Final = ("incarnation_id", "step", "begin_ns", "rank", *SUMMED_COLUMNS, "activation_bytes")
@@ -64,6 +61,13 @@ def insert(table: str, columns: Iterable[str], *, or_else: str = "IGNORE") -> st
     return f"INSERT OR {or_else} INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
 
 
+_CHUNK_COLUMNS: Final = ", ".join(
+    ("incarnation_id", "first_step", "rank", "steps", "begin_ns", "wall_ns_max", *SUMMED_COLUMNS)
+)
+_ADD_CHUNK: Final = (
+    ", ".join(f"{name} = {name} + excluded.{name}" for name in ("steps", *SUMMED_COLUMNS))
+    + ", wall_ns_max = max(wall_ns_max, excluded.wall_ns_max)"
+)
 _ADD_STEP: Final = insert("step_timing", _STEP_COLUMNS)
 _ADD_EVENT: Final = insert(
     "events", ("identity", "at_ns", "kind", "rank", "incarnation", "step", "duration_ns", "text")
@@ -427,11 +431,20 @@ class RunDatabase:
     # ---- bounds
 
     def _roll_up(self) -> None:
-        """Add up the oldest steps, and forget the oldest spans, once there are too many."""
+        """Add steps up; of too many keep sums of the oldest alone, and forget the oldest spans."""
+        open_steps = self.connection.execute(
+            "SELECT incarnation_id, min(step), max(step) FROM step_timing WHERE is_summed = 0 "
+            "GROUP BY incarnation_id"
+        ).fetchall()
+        begins = [(number, first, last // CHUNK_STEPS * CHUNK_STEPS) for number, first, last in open_steps]
+        chunks = [(number, begin) for number, first, begin in begins if first < begin]
+        if chunks:
+            with self._transaction():
+                self._add_up(chunks)
         (rows,) = self.connection.execute("SELECT count(*) FROM step_timing").fetchone()
         if rows > self._step_rows_max:
             with self._transaction():
-                self._add_up(rows - self._step_rows_max * 3 // 4)
+                self._forget_oldest(rows - self._step_rows_max * 3 // 4)
         (spans,) = self.connection.execute("SELECT count(*) FROM gpu_timeline").fetchone()
         if spans > self._timeline_rows_max:
             with self._transaction():
@@ -447,31 +460,35 @@ class RunDatabase:
             ).fetchone()
             self.connection.execute("DELETE FROM op_profile WHERE step < ?", (before,))
 
-    def _add_up(self, rows: int) -> None:
-        """Move the steps before the one that the `rows`-th oldest row is of to `step_history`."""
+    def _add_up(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Add steps to `step_chunks`: of each process those before a step, which begins a chunk."""
+        first = f"step / {CHUNK_STEPS} * {CHUNK_STEPS}"
+        sums = ", ".join(f"sum({name})" for name in SUMMED_COLUMNS)
+        where = "is_summed = 0 AND incarnation_id = ? AND step < ?"
+        self.connection.executemany(
+            f"INSERT INTO step_chunks ({_CHUNK_COLUMNS}, activation_bytes) "
+            f"SELECT incarnation_id, {first}, rank, count(*), min(begin_ns), max(wall_ns), {sums}, "
+            f"max(activation_bytes) FROM step_timing WHERE {where} GROUP BY incarnation_id, {first}, rank "
+            f"ON CONFLICT DO UPDATE SET {_ADD_CHUNK}, activation_bytes = nullif("
+            "max(coalesce(activation_bytes, -1), coalesce(excluded.activation_bytes, -1)), -1)",
+            chunks,
+        )
+        self.connection.executemany(f"UPDATE step_timing SET is_summed = 1 WHERE {where}", chunks)
+
+    def _forget_oldest(self, rows: int) -> None:
+        """Keep in `step_history` alone the steps before the one that the `rows`-th oldest row is of."""
         (before,) = self.connection.execute(
             "SELECT step FROM step_timing ORDER BY step LIMIT 1 OFFSET ?", (rows,)
         ).fetchone()
-        first = f"step / {HISTORY_STEPS} * {HISTORY_STEPS}"
-        before = before // HISTORY_STEPS * HISTORY_STEPS
-        columns = (
-            "incarnation_id",
-            "first_step",
-            "rank",
-            "steps",
-            "begin_ns",
-            "wall_ns_max",
-            *SUMMED_COLUMNS,
-        )
-        sums = ", ".join(f"sum({name})" for name in SUMMED_COLUMNS)
-        kept = ", ".join(f"{name} = {name} + excluded.{name}" for name in ("steps", *SUMMED_COLUMNS))
+        before = before // CHUNK_STEPS * CHUNK_STEPS
+        numbers = self.connection.execute("SELECT incarnation_id FROM incarnations").fetchall()
+        self._add_up([(number, before) for (number,) in numbers])
         self.connection.execute(
-            f"INSERT INTO step_history ({', '.join(columns)}) "
-            f"SELECT incarnation_id, {first}, rank, count(*), min(begin_ns), max(wall_ns), {sums} "
-            f"FROM step_timing WHERE step < ? GROUP BY incarnation_id, {first}, rank "
-            f"ON CONFLICT DO UPDATE SET {kept}, wall_ns_max = max(wall_ns_max, excluded.wall_ns_max)",
+            f"INSERT INTO step_history ({_CHUNK_COLUMNS}) SELECT {_CHUNK_COLUMNS} FROM step_chunks "
+            f"WHERE first_step < ? ON CONFLICT DO UPDATE SET {_ADD_CHUNK}",
             (before,),
         )
+        self.connection.execute("DELETE FROM step_chunks WHERE first_step < ?", (before,))
         self.connection.execute("DELETE FROM step_timing WHERE step < ?", (before,))
 
     @contextmanager

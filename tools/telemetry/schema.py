@@ -15,7 +15,7 @@ from zbmd.training.profiler.lines import IDLE
 from zbmd.transport.errors import UserError
 
 DATABASE_NAME: Final = "run.db"
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 """`PRAGMA user_version`."""
 APPLICATION_ID: Final = 0x7A626D64
 """`PRAGMA application_id`: "zbmd"."""
@@ -27,7 +27,9 @@ PHASES: Final = (*CATEGORIES, IDLE)
 PHASE_COLUMNS: Final = tuple(f"{phase}_ns" for phase in PHASES)
 COUNTED_COLUMNS: Final = ("flops", "hardware_flops", "under_way_ns", "waited_ns", "hidden_ns")
 SUMMED_COLUMNS: Final = ("wall_ns", *PHASE_COLUMNS, *COUNTED_COLUMNS)
-"""Columns of `step_timing` of which `step_history` keeps the sum."""
+"""Columns of `step_timing` of which `step_chunks` and `step_history` keep the sum."""
+CHUNK_STEPS: Final = 100
+"""Steps that a row of `step_chunks` or `step_history` is of."""
 
 _SUMMED: Final = ",\n    ".join(f"{name} INTEGER NOT NULL DEFAULT 0" for name in SUMMED_COLUMNS)
 
@@ -64,7 +66,20 @@ CREATE TABLE step_timing (  -- one row for each step of each rank; a repeated st
     rank INTEGER NOT NULL,
     {_SUMMED},
     activation_bytes INTEGER,
+    is_summed INTEGER NOT NULL DEFAULT 0,  -- whether it is part of a row of step_chunks
     PRIMARY KEY (incarnation_id, step, begin_ns)
+) WITHOUT ROWID""",
+    "step_chunks": f"""
+CREATE TABLE step_chunks (  -- sums over steps that are in step_timing, too: for what looks at long runs
+    incarnation_id INTEGER NOT NULL REFERENCES incarnations,
+    first_step INTEGER NOT NULL,
+    rank INTEGER NOT NULL,
+    steps INTEGER NOT NULL,
+    begin_ns INTEGER NOT NULL,
+    wall_ns_max INTEGER NOT NULL,
+    {_SUMMED},
+    activation_bytes INTEGER,  -- the most
+    PRIMARY KEY (incarnation_id, first_step)
 ) WITHOUT ROWID""",
     "step_history": f"""
 CREATE TABLE step_history (  -- sums over steps that are too many to be kept one by one
@@ -160,8 +175,20 @@ _STEP_SUMS: Final = (
     f"{_SUMS}, activation_bytes FROM step_timing UNION ALL SELECT incarnation_id, rank, first_step, steps, "
     f"begin_ns, {_SUMS}, NULL FROM step_history"
 )
+# The same in fewer rows: each of up to CHUNK_STEPS steps, but for the latest.
+_CHUNK_SUMS: Final = (
+    "CREATE VIEW chunk_sums AS SELECT incarnation_id, rank, step AS first_step, 1 AS steps, begin_ns, "
+    f"{_SUMS}, activation_bytes FROM step_timing WHERE is_summed = 0 UNION ALL SELECT incarnation_id, rank, "
+    f"first_step, steps, begin_ns, {_SUMS}, activation_bytes FROM step_chunks UNION ALL SELECT "
+    f"incarnation_id, rank, first_step, steps, begin_ns, {_SUMS}, NULL FROM step_history"
+)
+_UNSUMMED: Final = (
+    "CREATE INDEX step_timing_unsummed ON step_timing (incarnation_id, step) WHERE is_summed = 0"
+)
 VIEWS_AND_INDEXES: Final = (
     _STEP_SUMS,
+    _CHUNK_SUMS,
+    _UNSUMMED,
     "CREATE INDEX step_timing_begin ON step_timing (begin_ns)",
     "CREATE INDEX step_timing_step ON step_timing (step)",
     "CREATE INDEX gpu_timeline_begin ON gpu_timeline (begin_ns)",
@@ -218,6 +245,9 @@ def _brought_up(connection: sqlite3.Connection) -> int:
             connection.execute(statement)
     elif version < 4:
         connection.execute("ALTER TABLE op_profile ADD COLUMN enqueue_ns INTEGER NOT NULL DEFAULT 0")
+    connection.execute("ALTER TABLE step_timing ADD COLUMN is_summed INTEGER NOT NULL DEFAULT 0")
+    for statement in (TABLES["step_chunks"], _CHUNK_SUMS, _UNSUMMED):
+        connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
     return SCHEMA_VERSION

@@ -20,8 +20,8 @@ from support.jobs.two_ranks import killed_run
 
 from zbmd.tools.entry import zbmd as cli
 from zbmd.tools.lab.bench.training.database import measured
-from zbmd.tools.telemetry.ingest import HISTORY_STEPS, Added, RunDatabase
-from zbmd.tools.telemetry.schema import DATABASE_NAME, PHASE_COLUMNS, TABLES
+from zbmd.tools.telemetry.ingest import Added, RunDatabase
+from zbmd.tools.telemetry.schema import CHUNK_STEPS, DATABASE_NAME, PHASE_COLUMNS, SUMMED_COLUMNS, TABLES
 from zbmd.tools.telemetry.tail import Position, new_lines
 from zbmd.training.job.records import METRICS_NAME
 from zbmd.training.profiler.lines import CutLine, Death, lines_path, old_path, read_profiles
@@ -203,9 +203,48 @@ def test_old_steps_are_added_up_and_nothing_is_lost(tmp_path: Path) -> None:
         assert isinstance(rows, int) and isinstance(history, int)
         assert isinstance(comm, int) and isinstance(past_comm, int)
         assert rows <= 500 and rows + history == 2000 and comm + past_comm == 1000 * S
-        assert past == -(-history // HISTORY_STEPS)
+        assert past == -(-history // CHUNK_STEPS)
         first, last = one(database, "SELECT min(step), max(step) FROM step_timing")
         assert (first, last) == (2001 - rows, 2000)
+
+
+@given(
+    of_ranks=st.lists(st.lists(st.integers(1, 350), max_size=4), min_size=1, max_size=2),
+    updates=st.integers(1, 4),
+    rows_max=st.sampled_from([120, 300, 10_000]),
+)
+def test_sums_of_chunks_are_those_of_steps(
+    tmp_path_factory: pytest.TempPathFactory, of_ranks: list[list[int]], updates: int, rows_max: int
+) -> None:
+    """Whatever ranks repeat, and however often the database is brought up to date."""
+    directory = tmp_path_factory.mktemp("run")
+    lines: list[list[bytes]] = []
+    for rank, turns in enumerate(of_ranks):
+        path = lines_path(directory, rank, 1)
+        path.parent.mkdir(exist_ok=True)
+        # The rank goes on from step 300 for so many steps, and then goes back to there.
+        numbers = [300 + n for turn in turns for n in range(turn)]
+        steps = [step(number, at, at + 1, comm=number % 2) for at, number in enumerate(numbers, 1)]
+        lines.append(encoded(life(rank, steps)))
+    columns = ", ".join(f"sum({name})" for name in ("steps", *SUMMED_COLUMNS))
+    chunks: list[tuple[int, ...]] = []
+    with RunDatabase(directory, step_rows_max=rows_max) as database:
+        for part in range(updates):
+            for rank, mine in enumerate(lines):
+                with lines_path(directory, rank, 1).open("ab") as file:
+                    file.writelines(mine[len(mine) * part // updates : len(mine) * (part + 1) // updates])
+            database.update()
+            by_rank = f"SELECT rank, {columns} FROM {{}} GROUP BY rank ORDER BY rank"
+            chunks, steps_of = (
+                database.connection.execute(by_rank.format(view)).fetchall()
+                for view in ("chunk_sums", "step_sums")
+            )
+            assert chunks == steps_of
+        assert sum(row[1] for row in chunks) == sum(sum(turns) for turns in of_ranks)
+        (rows,) = one(database, "SELECT count(*) FROM chunk_sums")
+        assert isinstance(rows, int) and rows <= len(lines) * (2 * CHUNK_STEPS + 20) + sum(
+            len(turns) * CHUNK_STEPS for turns in of_ranks
+        )
 
 
 def test_the_benchmark_finds_every_row_and_asks_all_that_pages_ask(tmp_path: Path) -> None:
@@ -313,7 +352,7 @@ def test_a_parquet_export_holds_every_row(killed: Path, tmp_path: Path) -> None:
         expected: list[str] = []
         for table in sorted(set(TABLES) - {"sources"}):
             (rows,) = one(database, f"SELECT count(*) FROM {table}")
-            has_walls = table in ("step_timing", "step_history")
+            has_walls = table in ("step_timing", "step_chunks", "step_history")
             walls = one(database, f"SELECT coalesce(sum(wall_ns), 0) FROM {table}")[0] if has_walls else 0
             expected.append(f"{table} {rows} {walls}")
         assert told.splitlines() == expected

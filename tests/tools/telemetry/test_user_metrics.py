@@ -145,13 +145,23 @@ OPS_OF_VERSION_2 = (
 
 def downgrades(version: int) -> list[str]:
     """Return the statements that make a new file one of an earlier version."""
+    of_version_4 = [
+        "DROP VIEW chunk_sums",
+        "DROP TABLE step_chunks",
+        "DROP INDEX step_timing_unsummed",
+        "ALTER TABLE step_timing DROP COLUMN is_summed",
+    ]
+    ops = "INSERT INTO op_profile (incarnation_id, step, op, rank, calls, execute_ns, bytes) "
+    if version == 4:
+        return [*of_version_4, f"{ops} VALUES (1, 2, 'comm', 0, 3, 4, 5)"]
     if version == 3:
         return [
+            *of_version_4,
             "ALTER TABLE op_profile DROP COLUMN enqueue_ns",
-            "INSERT INTO op_profile (incarnation_id, step, op, rank, calls, execute_ns, bytes) "
-            "VALUES (1, 2, 'comm', 0, 3, 4, 5)",
+            f"{ops} VALUES (1, 2, 'comm', 0, 3, 4, 5)",
         ]
     return [
+        *of_version_4,
         "DROP TABLE op_profile",
         OPS_OF_VERSION_2,
         "INSERT INTO op_profile VALUES (1, 2, 'comm', 0, 3, 4, 5)",
@@ -164,7 +174,7 @@ def downgrades(version: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_a_database_of_an_earlier_version_is_added_to(tmp_path: Path, version: int) -> None:
     with RunDatabase(tmp_path) as new:
         wanted = shape_of(new.connection)

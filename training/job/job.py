@@ -403,8 +403,9 @@ class Job(Generic[ResultT]):
                     trainer.run_step(keeper)
                 self._slow.stepped(groups, trainer, profiler)
                 profiler.held(trainer.held_most)
-                agreed = keeper.agreed
-                self._checkpoints.voted(agreed)
+                self._checkpoints.voted(agreed := keeper.agreed)
+                if trainer.step - 1 == version > self._log.first:
+                    keeper.settle()  # commits the first one after a recovery now, not in the step after
                 self._reached(groups.world, trainer, keeper, agreed.wishes)
                 with self._asking:
                     self._wishes &= ~agreed.wishes

@@ -11,6 +11,7 @@ from support.processes.captures import Captures
 
 from zbmd.tools.chaos.small_job import SHAPE, STEPS, write_text
 from zbmd.training.optim.mixed_precision import Precision
+from zbmd.training.run.ledger import LOG_NAME, read_log
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import UserError
 
@@ -74,6 +75,18 @@ def test_kills_on_a_mesh_leave_no_trace_in_the_weights(
         exit_code, kinds = captures.played(captured)
         wanted = {"zero-step", "mirror"} | ({"pipeline-stage"} if "pp" in mesh else set())
         assert (exit_code, kinds >= wanted) == (0, True), (fault, kinds)
+
+
+def test_the_first_step_after_a_recovery_is_committed_before_the_next_one_ends(
+    small_jobs: SmallJobs, tmp_path: Path
+) -> None:
+    """A rank that is lost again in the second step, before its vote, cannot uncommit the first one."""
+    data, run = write_text(tmp_path / "text"), tmp_path / "run"
+    fault = "rank1:zero.norm:3,rank1#2:zero.norm:2"
+    found = small_jobs.run(run, data, fault=fault, world_size=2, zero=3)
+    assert found.deaths == 2, found.told
+    epochs = {one.version: one.epoch for one in read_log(run / LOG_NAME)[1]}
+    assert epochs[1] < epochs[2] == epochs[3] < epochs[4], epochs
 
 
 def test_a_rank_and_its_buddy_lost_at_once_are_told_in_words(small_jobs: SmallJobs, tmp_path: Path) -> None:

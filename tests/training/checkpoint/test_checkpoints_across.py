@@ -89,6 +89,26 @@ def test_hybrid_shards_go_on_from_others_and_they_from_them(small_jobs: SmallJob
     assert digest(tmp_path / "last") == digest(tmp_path / "whole")
 
 
+def test_a_mesh_of_eight_goes_on_as_three_ranks_and_then_as_one(
+    small_jobs: SmallJobs, tmp_path: Path
+) -> None:
+    """By the command, with the bits of one process that does all that follows the mesh."""
+    data, cube = str(write_text(tmp_path / "text")), tmp_path / "cube"
+    flags = [text for name, value in SHAPE.items() for text in (f"--{name}", value)] + ["--data", data]
+
+    def trained(ranks: int, steps: int, out: Path, *more: str) -> Path:
+        found = small_jobs.train([*flags, "--steps", str(steps), "--out", str(out), *more], ranks=ranks)
+        assert found.deaths == 0, found.told
+        return out
+
+    trained(8, 2, cube, "--mesh", "dp=2,pp=2,tp=2")
+    plain_by([*flags, "--steps", "6", "--out", str(tmp_path / "whole"), "--resume", str(cube)])
+    for kind, more in (("replicas", ("--mesh", "dp=3")), ("sharded", ("--zero", "3"))):
+        three = trained(3, 4, tmp_path / kind, *more, "--resume", str(cube))
+        one = trained(1, 6, tmp_path / f"{kind}-one", "--resume", str(three))
+        assert digest(one) == digest(tmp_path / "whole") != digest(three), kind
+
+
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_sharded_float16_begins_as_one_process_does(
     small_jobs: SmallJobs, offloaded: bool, tmp_path: Path

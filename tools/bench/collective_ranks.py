@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.operations import Blocking
+from zbmd.tools.bench.peers.collectives import written_zeros
 from zbmd.tools.bench.peers.control import CPU, FOREIGN, MODEL, elements, measured, serve
 from zbmd.transport.host.process import end_with_parent
 from zbmd.transport.memory.arena import Arena
@@ -74,7 +75,7 @@ class Rank:
 
     def _zeros(self, *shape: int) -> Array:
         if self._foreign:
-            return np.zeros(shape, np.float32)
+            return written_zeros(*shape)
         found: Array = self._arena.empty(shape, np.float32)
         found.fill(0)
         return found

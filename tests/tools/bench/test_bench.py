@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import select
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from support.processes.children import children_of
 from support.processes.polling import wait_until
@@ -20,6 +22,7 @@ from zbmd.collectives.communicator.cost_model import ONE_HOST
 from zbmd.tools.bench import command as bench_cli
 from zbmd.tools.bench.collectives import explain
 from zbmd.tools.bench.peer_catalogue import OF_TCP, PEERS, PeerMissing, Site, find_peer
+from zbmd.tools.bench.peers.collectives import written_zeros
 from zbmd.tools.bench.result import FORMAT, BenchResult, Measurement, table
 from zbmd.tools.bench.run import MEMCPY
 from zbmd.tools.bench.stats import OURS
@@ -295,6 +298,27 @@ def test_collectives_are_timed_and_have_their_bus_bandwidth() -> None:
     for row, factor in zip(result.rows, (4 / 3, 4 / 3, 1, 1, 2 / 3, 2 / 3), strict=True):
         assert row.algbw_gbytes_per_s and row.busbw_gbytes_per_s
         assert abs(row.busbw_gbytes_per_s / row.algbw_gbytes_per_s - factor) < 1e-6
+
+
+def _anonymous_bytes() -> int:
+    """Bytes in pages of our own; the kernel's page of zeros is none of them (proc_pid_status(5))."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10
+
+
+def test_arrays_that_are_timed_lie_in_pages_of_their_own() -> None:
+    # Of zeros that nobody has written, the kernel has one page for all: a copy would read from the cache.
+    nbytes = 64 << 20
+    gc.collect()
+    before = _anonymous_bytes()
+    timed = written_zeros(2, nbytes // 8)
+    assert timed.shape == (2, nbytes // 8) and timed.nbytes == nbytes and not timed.any()
+    assert _anonymous_bytes() - before > nbytes * 3 // 4
+    del timed
+    gc.collect()
+    before = _anonymous_bytes()
+    assert not np.zeros(nbytes // 4, np.float32).any()
+    assert _anonymous_bytes() - before < nbytes // 4, "else the test above shows nothing"
 
 
 def test_what_is_chosen_is_explained_by_what_the_ranks_have_measured(

@@ -21,7 +21,7 @@ from zbmd.training.checkpoint.storage import storage_of, url_of
 from zbmd.training.checkpoint.verified import each_checkpoint
 from zbmd.training.job.overwrite import holders_of
 from zbmd.training.redundancy.holdings import SLOTS
-from zbmd.training.redundancy.stamped import STATE_BLOCKS, StampedSlots, StateName, digest_of, slots_in
+from zbmd.training.redundancy.stamped import NAME, STATE_BLOCKS, StampedSlots, StateName, digest_of, slots_in
 from zbmd.training.run.ledger import LOG_NAME, has_log, read_record
 from zbmd.training.sharded.options import RECIPE_NAME
 from zbmd.transport.clock.deadlines import format_duration
@@ -88,8 +88,11 @@ def held_runs(holders: list[HolderAddress], directory: Path | None) -> Iterator[
 
 def _slots_of(memory: int) -> list[tuple[StateName, StampedSlots]]:
     """Return the versions that lie in the memory of a rank: in more than one block while a state is recut."""
-    blocks = (block_of(memory, name) for name in STATE_BLOCKS)
-    return [one for one in map(slots_in, filter(None, blocks)) if one is not None]
+    return [one for one in map(slots_in, _blocks_of(memory)) if one is not None]
+
+
+def _blocks_of(memory: int) -> list[memoryview]:
+    return [one for name in STATE_BLOCKS if (one := block_of(memory, name)) is not None]
 
 
 def _in_memory(found: Snapshots, directory: Path | None) -> Iterator[HeldVersion]:
@@ -97,8 +100,15 @@ def _in_memory(found: Snapshots, directory: Path | None) -> Iterator[HeldVersion
     for rank, memory in sorted(found.memory.items()):
         held = _slots_of(memory)
         if not held:
+            is_damaged = any(any(block[: NAME.size]) for block in _blocks_of(memory))  # what is made has none
             yield HeldVersion(
-                tier=MEMORY, rank=rank, version=None, nbytes=0, age_s=None, state=WRITTEN, where=where
+                tier=MEMORY,
+                rank=rank,
+                version=None,
+                nbytes=0,
+                age_s=None,
+                state=DAMAGED if is_damaged else WRITTEN,
+                where=where,
             )
         for (name, slots), slot in product(held, range(SLOTS)):
             version, state = verified(slots, slot)
@@ -135,14 +145,15 @@ def newest_in_memory(directory: Path) -> dict[int, tuple[int, float | None]]:
 
 
 def verified(slots: StampedSlots, slot: int) -> tuple[int | None, str]:
-    """Return the version in a slot that its rank may be writing, and its state: the digest is verified."""
-    version, digest = slots.version_in(slot), slots.digest_in(slot)
-    if version is None:
+    """Return the version in a slot that its rank may be writing, and its state: verified by digest and seals."""
+    before, version = slots.stamp(slot), slots.version_in(slot)
+    damage, digest = slots.damage_in(slot), slots.digest_in(slot)
+    if version is None and not damage:
         return None, WRITTEN
-    same = digest_of(slots.slots[slot]) == digest
-    if slots.version_in(slot) != version:
+    same = not damage and digest_of(slots.slots[slot]) == digest
+    if slots.stamp(slot) != before or (damage and not slots.damage_in(slot)):
         return None, WRITTEN
-    return version, WHOLE if same else DAMAGED
+    return before[0] if version is None else version, WHOLE if same else DAMAGED
 
 
 def saved_by(directory: Path) -> Iterator[HeldVersion]:

@@ -41,10 +41,10 @@ from zbmd.training.redundancy.interface import (
     RedundancyDriver,
     ResizableState,
 )
-from zbmd.training.redundancy.left_memory import damage_logged, left_by_dead, left_by_predecessor
+from zbmd.training.redundancy.left_memory import left_by_dead, left_by_predecessor
 from zbmd.training.redundancy.pull import FETCH_ELEMENTS, pull
 from zbmd.training.redundancy.resizing import ResizingMirror
-from zbmd.training.redundancy.stamped import FoundState, Note, StampedSlots, digest_of
+from zbmd.training.redundancy.stamped import FoundState, Note, StampedSlots, damage_logged, digest_of
 from zbmd.training.step.step_hook import Vote
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import LinkClosed, LocalProtocolError, PeerLost, RemoteProtocolError
@@ -109,6 +109,7 @@ class KeptState:
         """Return the versions that a predecessor has left whole, by slot; one that is damaged is named."""
         for slot, array in enumerate(self.slots.slots):
             version = self.slots.version_in(slot)
+            self.slots.name_damage(slot)
             if version is not None:
                 self.ready(array)
                 found, stamped = digest_of(array), self.slots.digest_in(slot)

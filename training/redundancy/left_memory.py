@@ -23,6 +23,7 @@ from zbmd.training.redundancy.stamped import (
     STATE_BLOCKS,
     FoundState,
     StateName,
+    damage_logged,
     digest_of,
 )
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
@@ -43,6 +44,7 @@ class LeftMemory(FoundState):
 
     def _verified(self, slot: int, known: int) -> int | None:
         version = super().version_in(slot)
+        self.name_damage(slot)
         if version is None or version < known:
             return None
         found, stamped = digest_of(self.slots[slot]), self.digest_in(slot)
@@ -54,16 +56,6 @@ class LeftMemory(FoundState):
     def version_in(self, slot: int) -> int | None:
         """See `StampedSlots`."""
         return self._versions[slot]
-
-
-def damage_logged(version: int, found: int, stamped: int) -> None:
-    """Name a version in memory that is not what its stamp says."""
-    log.warning(
-        "the state in memory is damaged, and is not used",
-        version=version,
-        digest=f"{found:016x}",
-        expected=f"{stamped:016x}",
-    )
 
 
 def left_by_predecessor(worker: Worker, known: int) -> list[FoundState]:
@@ -79,7 +71,10 @@ def left_in(kept: KeptMemory, run: int, known: int) -> list[FoundState]:
         nbytes = kept.left(block)
         if not nbytes:
             continue
-        name = StateName.decoded(kept.peek(block, NAME.size))
+        header = kept.peek(block, NAME.size)
+        name = StateName.decoded(header)
+        if name is None and any(header):
+            log.warning("a header in memory is damaged: nothing of its block is used", block=block)
         if name is None or name.run != run or name.nbytes != nbytes:
             kept.release(block)  # of no use
             continue

@@ -1,7 +1,8 @@
 """Two slots of a rank's state in memory that outlives it, each stamped with its version once it is whole.
 
 A replacement finds there what its predecessor held. A stamp has a digest of the slot, and notes beside it say
-what a later reader needs to know of the version.
+what a later reader needs to know of the version. Each stamp and each note has a seal, a digest of itself: a
+byte that changes in them is found as one of the state is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zbmd.transport.errors import ArenaFull, LocalProtocolError
 
 log: Final = structlog.stdlib.get_logger("zbmd.redundancy")
 
-MAGIC: Final = b"zbmdstate3\0\0\0\0\0\0"
+MAGIC: Final = b"zbmdstate4\0\0\0\0\0\0"
 STATE_BLOCK: Final = "state"
 """The name of the block that a rank keeps."""
 STATE_BLOCKS: Final = (STATE_BLOCK, *(f"{STATE_BLOCK}-{number}" for number in range(1, 8)))
@@ -43,6 +44,9 @@ _MADE: Final = struct.Struct("<Q")
 _MADE_AT: Final = 128
 _BEGUN: Final = struct.Struct("<Q")
 _BEGUN_AT: Final = 144
+_SEAL: Final = struct.Struct("<Q")
+_SEALS_AT: Final = 160
+"""Of the stamps, by slot; those of a note, two, are beside it."""
 _NOTES_AT: Final = 256
 
 
@@ -81,7 +85,7 @@ class StateName:
     @property
     def head_bytes(self) -> int:
         """Return the bytes before the slots: whole pages."""
-        return -(-(_NOTES_AT + _NOTES * 8 * (1 + self.note)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-(_NOTES_AT + _NOTES * _note_bytes(self.note)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def slot_bytes(self) -> int:
@@ -102,11 +106,16 @@ class StampedSlots:
             np.frombuffer(memory, np.float32, name.elements, name.head_bytes + slot * name.slot_bytes)
             for slot in range(SLOTS)
         ]
-        self._memory, self._note = memory, name.note
+        self._memory, self._note, self._header = memory, name.note, name.encoded()
         self.release: Callable[[], None] = lambda: None
         """Gives the memory back, once no array of it is left."""
         if bytes(self.head[: NAME.size]) != name.encoded():
             if self.head.any():
+                log.warning(
+                    "the header in memory is of another state, or damaged: nothing of it is used",
+                    header=bytes(self.head[: NAME.size]).hex(),
+                    expected=name.encoded().hex(),
+                )
                 for array in (self.head, *self.slots):
                     array[:] = 0
             for slot in range(SLOTS):
@@ -123,9 +132,35 @@ class StampedSlots:
         _MADE.pack_into(self._memory, _MADE_AT, epoch)
 
     def version_in(self, slot: int) -> int | None:
-        """Return the version of the slot if it is complete."""
-        version = _STAMP.unpack_from(self._memory, _stamp_at(slot))[0]
-        return version if version >= 0 and version % SLOTS == slot else None
+        """Return the version of the slot if it is complete, and its stamp is whole."""
+        version = self.stamp(slot)[0]
+        is_one = version >= 0 and version % SLOTS == slot
+        return version if is_one and not self.damage_in(slot) else None
+
+    def damage_in(self, slot: int) -> str:
+        """Return what is damaged beside a complete slot, the stamp or the note; empty: neither.
+
+        Of a slot that its rank writes meanwhile that is not known.
+        """
+        version, digest, seal = self.stamp(slot)
+        if version == NO_VERSION:
+            return ""
+        if seal != self._seal_of(version, digest):
+            return f"the stamp of version {version}"
+        return f"the note of version {version}" if self._read(slot) is None else ""
+
+    def name_damage(self, slot: int) -> None:
+        """Log what `damage_in` finds: once the slot's rank is gone."""
+        if damage := self.damage_in(slot):
+            log.warning(f"{damage} in memory is damaged, and its slot is not used", slot=slot)
+
+    def stamp(self, slot: int) -> tuple[int, int, int]:
+        """Return version, digest and seal of the slot as they are."""
+        version, digest = _STAMP.unpack_from(self._memory, _stamp_at(slot))
+        return version, digest, _SEAL.unpack_from(self._memory, _seal_at(slot))[0]
+
+    def _seal_of(self, version: int, digest: int) -> int:
+        return xxhash.xxh3_64_intdigest(self._header + _STAMP.pack(version, digest))
 
     def digest_in(self, slot: int) -> int:
         """Return the digest of the slot when it was complete."""
@@ -153,6 +188,7 @@ class StampedSlots:
             raise LocalProtocolError(f"version {version} does not lie in slot {slot}")
         at = _stamp_at(slot)
         struct.pack_into("<Q", self._memory, at + 8, digest)
+        _SEAL.pack_into(self._memory, _seal_at(slot), self._seal_of(version, digest))
         struct.pack_into("<q", self._memory, at, version)
 
     def put_note(self, slot: int, note: Note) -> None:
@@ -164,8 +200,19 @@ class StampedSlots:
         return NO_NOTE if self.version_in(slot) is None else self._get(slot)
 
     def amend_note(self, slot: int, place: int, number: float) -> None:
-        """Change one number of a version's note, at once: who is killed has changed all of it or none."""
-        struct.pack_into("<d", self._memory, self._note_at(slot) + 8 + 8 * place, number)
+        """Change one number of a version's note, at once: who is killed has changed all of it or none.
+
+        A damaged note stays as it is. The seal that is not that of the note now is made that of the next one.
+        """
+        found = self._read(slot)
+        if found is None:
+            return
+        at, now = self._note_at(slot), _note_seal(found)
+        found[place] = number
+        spare = next((one for one in self._note_seals_at(slot) if self._u64(one) != now), at + 8)
+        if _note_seal(found) != now:
+            _SEAL.pack_into(self._memory, spare, _note_seal(found))
+            struct.pack_into("<d", self._memory, at + _NOTE_HEAD + 8 * place, number)
 
     def put_record(self, slot: int, note: Note) -> None:
         """Keep the record of a committed version of the slot, of a length as in `put_note`."""
@@ -181,17 +228,37 @@ class StampedSlots:
             raise LocalProtocolError(f"a note has {len(note)} numbers, at most {self._note} fit")
         at = self._note_at(number)
         struct.pack_into("<Q", self._memory, at, 0)
-        struct.pack_into(f"<{len(note)}d", self._memory, at + 8, *note.tolist())
+        struct.pack_into(f"<{len(note)}d", self._memory, at + _NOTE_HEAD, *note.tolist())
+        for seal in self._note_seals_at(number):
+            _SEAL.pack_into(self._memory, seal, _note_seal(note))
         struct.pack_into("<Q", self._memory, at, len(note))
 
     def _get(self, number: int) -> Note:
-        (count,) = struct.unpack_from("<Q", self._memory, self._note_at(number))
-        if count > self._note:
+        found = self._read(number)
+        if found is None:
+            log.warning("a note in memory is damaged, and is not used", version=self.stamp(number % SLOTS)[0])
+        return NO_NOTE if found is None else found
+
+    def _read(self, number: int) -> Note | None:
+        """Return a note, or an empty one; None: it is damaged."""
+        count, at = self._u64(self._note_at(number)), self._note_at(number)
+        if count == 0:
             return NO_NOTE
-        return np.frombuffer(self._memory, np.float64, count, self._note_at(number) + 8).copy()
+        if count > self._note:
+            return None
+        found = np.frombuffer(self._memory, np.float64, count, at + _NOTE_HEAD).copy()
+        seal = _note_seal(found)
+        return found if any(self._u64(one) == seal for one in self._note_seals_at(number)) else None
+
+    def _u64(self, at: int) -> int:
+        return int(_SEAL.unpack_from(self._memory, at)[0])
+
+    def _note_seals_at(self, number: int) -> tuple[int, int]:
+        at = self._note_at(number)
+        return at + 8, at + 16
 
     def _note_at(self, number: int) -> int:
-        return _NOTES_AT + number * 8 * (1 + self._note)
+        return _NOTES_AT + number * _note_bytes(self._note)
 
 
 class FoundState(StampedSlots):
@@ -248,6 +315,32 @@ def kept_slots(
     found = StampedSlots(memory, name)
     found.release = partial(kept.release, block)
     return found
+
+
+def damage_logged(version: int, found: int, stamped: int) -> None:
+    """Name a version in memory that is not what its stamp says."""
+    log.warning(
+        "the state in memory is damaged, and is not used",
+        version=version,
+        digest=f"{found:016x}",
+        expected=f"{stamped:016x}",
+    )
+
+
+_NOTE_HEAD: Final = 24
+"""Bytes of a note before its numbers: how many these are, and two seals."""
+
+
+def _note_bytes(numbers: int) -> int:
+    return _NOTE_HEAD + 8 * numbers
+
+
+def _note_seal(note: Note) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<Q", len(note)) + note.astype("<f8").tobytes())
+
+
+def _seal_at(slot: int) -> int:
+    return _SEALS_AT + slot * _SEAL.size
 
 
 def _stamp_at(slot: int) -> int:

@@ -37,6 +37,7 @@ from zbmd.training.redundancy.stamped import (
     Note,
     StampedSlots,
     StateName,
+    damage_logged,
 )
 from zbmd.transport.errors import UserError
 from zbmd.transport.host.topology.cpus import counted
@@ -239,10 +240,14 @@ class StateFile(StampedSlots):
 
     def drop_damaged(self, slot: int, parts: Iterable[Sequence[Array]]) -> None:
         """Verify what a predecessor has left: mark the slot as incomplete if its digest does not match."""
-        if self.version_in(slot) is None:
+        self.name_damage(slot)
+        version = self.version_in(slot)
+        if version is None:
             return
-        if self.computed(parts) != self.digest_in(slot):
+        found, stamped = self.computed(parts), self.digest_in(slot)
+        if found != stamped:
             self.begin(slot)
+            damage_logged(version, found, stamped)
 
     def computed(self, parts: Iterable[Sequence[Array]]) -> int:
         """Return the digest of a slot, from its parts in their order, while none is written."""

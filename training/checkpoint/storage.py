@@ -18,6 +18,8 @@ Buffer = bytes | memoryview
 URL_SCHEMES: Final = ("s3", "gs", "az")
 _URL: Final = re.compile(rf"({'|'.join(URL_SCHEMES)}):/{{1,2}}(?=[^/])(.*)", re.DOTALL)
 """A URL, which has one slash where it has been a `Path`."""
+_SECRETS: Final = re.compile(r"[a-z0-9+.-]+:/{1,2}(?:[^/]*@|.*[?#])", re.IGNORECASE | re.DOTALL)
+"""Those with a user before the bucket, or with more than a path after it."""
 
 
 class StoredFile(Protocol):
@@ -135,10 +137,19 @@ def url_of(where: Path | str) -> str | None:
 
 
 def storage_of(where: Path | str | Storage) -> Storage:
-    """Return the storage at a path or URL. Raises `UserError` for a URL that cannot be used."""
+    """Return the storage at a path or URL. Raises `UserError` for a URL that cannot be used.
+
+    One with credentials is such, and the error does not repeat them: URLs are written to recipes and logs.
+    """
     if not isinstance(where, (Path, str)):
         return where
     url = url_of(where)
+    if _SECRETS.match(str(where)):
+        raise UserError(
+            f"cannot use the {str(where).partition(':')[0]}:// URL: expected no user, password, query (?) or "
+            "fragment (#). Credentials come only from the environment, such as AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY; revoke those that were in a command."
+        )
     if url is None:
         if "://" in str(where):
             known = ", ".join(f"{scheme}://" for scheme in URL_SCHEMES)

@@ -23,7 +23,7 @@ from zbmd.training.checkpoint.index import (
     read_index,
 )
 from zbmd.training.checkpoint.sharded import Piece, open_state, write_alone
-from zbmd.training.checkpoint.storage import Directory, url_of
+from zbmd.training.checkpoint.storage import Directory, storage_of, url_of
 from zbmd.transport.errors import UserError
 
 SLOTS = ParameterLayout.of({"a": (3, 5), "b": (2,)}).slots
@@ -174,3 +174,23 @@ def test_a_kill_while_others_are_removed_leaves_no_index_without_its_shards(tmp_
 )
 def test_urls_are_known_also_where_they_have_been_paths(text: str, url: str | None) -> None:
     assert url_of(text) == url == url_of(Path(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://AKIDKEY:hunter2@bucket/runs",
+        "s3:/AKIDKEY:hunter2@bucket/runs",
+        "s3://hunter2@bucket",
+        "s3://bucket/runs?aws_secret_access_key=hunter2",
+        "az://container/runs?sig=hunter2",
+        "gs://bucket/runs#hunter2",
+        "https://user:hunter2@host/bucket",
+    ],
+)
+def test_a_url_with_credentials_is_refused_and_not_repeated(text: str) -> None:
+    for where in (text, Path(text)):
+        with pytest.raises(UserError, match="only from the environment") as caught:
+            storage_of(where)
+        assert "hunter2" not in str(caught.value) and "AKIDKEY" not in str(caught.value)
+    assert storage_of("a@b/runs?x#1").where() == "a@b/runs?x#1", "a directory may have any name"

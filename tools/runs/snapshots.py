@@ -145,7 +145,7 @@ def newest_in_memory(directory: Path) -> dict[int, tuple[int, float | None]]:
 
 
 def verified(slots: StampedSlots, slot: int) -> tuple[int | None, str]:
-    """Return the version in a slot that its rank may be writing, and its state: verified by digest and seals."""
+    """Return the version in a slot that its rank may be writing, and its state: by digest and seals."""
     before, version = slots.stamp(slot), slots.version_in(slot)
     damage, digest = slots.damage_in(slot), slots.digest_in(slot)
     if version is None and not damage:

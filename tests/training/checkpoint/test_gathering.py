@@ -16,7 +16,7 @@ from zbmd.training.checkpoint.held.gathering import Do, Gathering, Seen, Sight, 
 from zbmd.training.checkpoint.held.messages import SaveShard
 from zbmd.training.checkpoint.held.shared import Published, Shared
 from zbmd.training.checkpoint.index import SHARDS_NAME, Retention, read_index
-from zbmd.training.checkpoint.parts import part_name
+from zbmd.training.checkpoint.parts import PART_FORMAT, HostPart, decode_part, part_name
 from zbmd.training.checkpoint.saving import TRIES
 from zbmd.training.checkpoint.sharded import name_written, shard_name, stem_of
 from zbmd.training.checkpoint.storage import Buffer, StoredFile
@@ -334,3 +334,17 @@ def test_parts_of_others_are_refused() -> None:
     for data in (b"", b"{}", world.files[name].replace(b"0000", b"0001", 1), b"x" * (1 << 20) + b"x"):
         world.files[name] = data
         assert isinstance(other.done(Task.LOOK, {}), gathering.Failed)
+
+
+def test_no_byte_of_a_part_changes_unnoticed() -> None:
+    headers = {0: "0123456789abcdef", 1: "", 2: "f" * 16}
+    data = HostPart(format=PART_FORMAT, checkpoint="a" * 16, headers=headers).encode()
+    assert decode_part(data, "a" * 16) == headers
+    for at in range(len(data)):
+        for mask in (0x01, 0x11, 0x80):
+            damaged = data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
+            with pytest.raises(ValueError):
+                decode_part(damaged, "a" * 16)
+    for cut in range(len(data)):
+        with pytest.raises(ValueError):
+            decode_part(data[:cut], "a" * 16)

@@ -6,8 +6,9 @@ import gc
 import mmap
 import os
 import signal
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+import subprocess
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -346,6 +347,48 @@ async def test_a_host_that_cannot_write_gives_up_and_leaves_nothing(quick: None,
         heard = await two.heard(1, Event.GAVE_UP)
         assert [each.event for each in heard] == [Event.FAILED, Event.GAVE_UP]
         await until(lambda: not list(out.iterdir()))
+
+
+@contextmanager
+def small_disk(nbytes: int) -> Iterator[Path]:
+    """A file system of so many bytes, in the mount namespace of a process, seen from here."""
+    mount = f"mount -t tmpfs -o size={nbytes},mode=1777 tmpfs /mnt && echo mounted && read -r _"
+    with subprocess.Popen(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", mount],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        if (said := process.stdout.readline()) != "mounted\n":
+            pytest.skip(f"no mount namespace can be made here: {said}")
+        yield Path(f"/proc/{process.pid}/root/mnt")
+        process.stdin.close()
+
+
+async def test_a_full_disk_is_told_once_and_the_checkpoint_follows_when_there_is_room(
+    quick: None, tmp_path: Path
+) -> None:
+    """The disk holds two checkpoints, beside other files one: that one stays whole meanwhile."""
+    nbytes = RANKS * 2 * 4 * ELEMENTS  # of a checkpoint, without its headers
+    with small_disk(3 * nbytes) as disk:
+        (disk / "other").write_bytes(b"x" * (5 * nbytes // 4))
+        out = disk / "saved"
+        async with started(tmp_path) as job:
+            for rank in job.ranks:
+                rank.save(3, out)
+            assert [each.event for each in await job.heard(0, Event.PUBLISHED)][-1] is Event.PUBLISHED
+            for rank in job.ranks:
+                rank.hold(4)
+                rank.save(4, out, token=2)
+            (failed,) = await job.heard(0, Event.FAILED, Event.PUBLISHED)
+            assert failed.event is Event.FAILED and "the disk is full" in failed.reason
+            assert "No space left on device" in failed.reason and saved(out)[0] == 3
+            (disk / "other").unlink()
+            (published,) = await job.heard(0, Event.PUBLISHED, Event.GAVE_UP)
+            assert published.event is Event.PUBLISHED and saved(out)[0] == 4
+            assert not job.ranks[0].line.lost and not job.said
 
 
 async def test_a_storage_that_cannot_be_used_is_told_once_and_given_up(quick: None, tmp_path: Path) -> None:

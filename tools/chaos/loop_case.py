@@ -18,8 +18,7 @@ from zbmd.actors.view import OnLoss
 from zbmd.tools.bench.run_ranks import RanksOutput
 from zbmd.tools.chaos import small_job
 from zbmd.tools.chaos.small_job import RESTARTS_MAX, RUN_S_MAX, JobOutcome, ended_within, failures_of
-from zbmd.tools.node.guard.command import PRELOAD as OF_GUARDS
-from zbmd.tools.node.run import snapshot_keeper
+from zbmd.tools.node.run import LOOP_PRELOADS, snapshot_keeper
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.run.audit import LoopAudit, Proof
 from zbmd.training.run.ledger import LOG_NAME, loss_of, read_log
@@ -35,7 +34,7 @@ HELD_S: Final = 30.0
 """The time for which the state outlives a run that fails."""
 LINES_MAX: Final = 4096
 """Of all ranks together: three lines for each step are some hundred."""
-PRELOAD: Final = (*OF_GUARDS, "torch.distributed.fsdp", "zbmd.torch")
+PRELOAD: Final = (*LOOP_PRELOADS, "torch.distributed.fsdp", "zbmd.torch")
 """The worker imports these once, before it forks."""
 
 

@@ -185,7 +185,8 @@ SETTINGS = (
         default=(),
         listed=True,
         metavar="MODULES",
-        help="modules, such as torch, to import once before ranks are forked: replacements start sooner",
+        help="modules to import once before ranks are forked, so that replacements start sooner; torch: "
+        "also what resilient loops import",
     ),
     Setting(
         name="recovery_budget",

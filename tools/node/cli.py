@@ -198,7 +198,7 @@ def _forked(
 ) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     from zbmd.actors.bootstrap.merge import Role
     from zbmd.actors.process.early_template import fork_template
-    from zbmd.tools.node.run import host_config, run_job
+    from zbmd.tools.node.run import host_config, preload_of, run_job
 
     if bootstrap.role is Role.ALONE:
         config = host_config(job, settings, variables)
@@ -218,7 +218,7 @@ def _forked(
     plan = run_many.NodeRun(
         job=job, settings=settings, bootstrap=bootstrap, variables=variables, record=record, speed=speed
     )
-    template = fork_template(run_many.preload_of(plan), run_many.local_variables(plan))
+    template = fork_template(preload_of(plan.job, plan.settings), run_many.local_variables(plan))
     return lambda guards: run_many.run_over_nodes(plan, template, guards)
 
 

@@ -63,6 +63,8 @@ OWN_JOBS = {
 }
 """Targets of `-m` whose options are checked before any rank is started, and the module with `check`."""
 MORE_PRELOADS = ("zbmd.collectives.group.group",)  # what `import zbmd` finds only when it is used
+LOOP_PRELOADS = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
+"""Modules of a resilient loop, the second one for its first optimizer: 2 s for each process without them."""
 
 
 class OwnJob(Protocol):
@@ -206,7 +208,7 @@ def job_config(job: JobCommand, settings: Settings, variables: Mapping[str, str]
         stop_grace_ns=round(settings["stop_grace"] * 1e9),
         start_timeout_ns=round(settings["start_timeout"] * 1e9),
         environment=environment,
-        preload=(*PRELOAD, *MORE_PRELOADS, *own_modules(job), *settings["preload"]),
+        preload=preload_of(job, settings),
     )
 
 
@@ -248,6 +250,16 @@ def snapshot_keeper(
         )
 
     return SnapshotKeeper(run, identity, round(idle_s * SECOND_NS), say, program=SNAPSHOTS_PROGRAM)
+
+
+def preload_of(job: JobCommand, settings: Settings) -> tuple[str, ...]:
+    """Return the modules that the template imports before it forks ranks.
+
+    `torch` and `zbmd.torch` bring those of loops with them: a replacement would import them while all wait.
+    """
+    given = settings["preload"]
+    loops = LOOP_PRELOADS if {"torch", "zbmd.torch"} & {*given} else ()
+    return tuple(dict.fromkeys((*PRELOAD, *MORE_PRELOADS, *own_modules(job), *loops, *given)))
 
 
 def own_modules(job: JobCommand) -> tuple[str, ...]:

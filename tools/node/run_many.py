@@ -31,7 +31,6 @@ from zbmd.actors.bootstrap.one_job_node import (
 from zbmd.actors.cluster.jobs import single_job as o
 from zbmd.actors.cluster.jobs.code_digest import code_of
 from zbmd.actors.cluster.jobs.node_driver import JobHost
-from zbmd.actors.cluster.jobs.rank_processes import PRELOAD
 from zbmd.actors.cluster.jobs.reports import HostEvent
 from zbmd.actors.cluster.node.contracts import RUN_CHARACTERS_MAX
 from zbmd.actors.cluster.node.incarnations import NodeConfig
@@ -54,11 +53,10 @@ from zbmd.tools.node.narration import RunTeller
 from zbmd.tools.node.preflight.driver import HostSurvey, OwnSpeed
 from zbmd.tools.node.recorder import LaunchRecorder
 from zbmd.tools.node.run import (
-    MORE_PRELOADS,
     JobCommand,
     host_variables,
     job_config,
-    own_modules,
+    preload_of,
     snapshot_keeper,
 )
 from zbmd.tools.node.signals import STOP_SIGNALS, forwarded, handling
@@ -155,11 +153,6 @@ def differences(own: JobSpec, given: JobSpec) -> list[str]:
         for field in dataclasses.fields(JobSpec)
         if field.name not in NOT_COMPARED and getattr(own, field.name) != getattr(given, field.name)
     ]
-
-
-def preload_of(plan: NodeRun) -> tuple[str, ...]:
-    """Return the modules that the template imports."""
-    return *PRELOAD, *MORE_PRELOADS, *own_modules(plan.job), *plan.settings["preload"]
 
 
 def local_variables(plan: NodeRun) -> dict[str, str]:
@@ -318,7 +311,7 @@ class _NodeRun(OneJobNode):
             clock=self.clock,
             output=self._console if self._guards is None else self._guards.output(self._console),
             listen_host=self.listen_host,
-            preload=preload_of(self._plan),
+            preload=preload_of(self._plan.job, self._plan.settings),
             environment=self._local,
             on_event=lambda _, event: self._happened(event),
             template=self._template,

@@ -217,6 +217,23 @@ def test_modules_are_imported_before_the_forks(launcher: Launcher, plain: Callab
     assert (ended.code, sorted(ended.out)) == (0, [f"[rank{r}]: True True False" for r in (0, 1)]), ended
 
 
+@pytest.mark.optional
+@pytest.mark.parametrize("name", ["torch", "zbmd.torch"])
+def test_what_loops_import_comes_with_pytorch(
+    launcher: Launcher, plain: Callable[[str], str], name: str
+) -> None:
+    """Else each replacement would import it, while the others wait."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    path = plain(
+        "import sys; before = {*sys.modules}\n"
+        "import torch._dynamo, torch.distributed.fsdp, zbmd.torch; zbmd.torch.resilient\n"
+        "print(*sorted(n for n in {*sys.modules} - before if n.startswith(('torch.', 'zbmd.training'))))"
+    )
+    caches = str(launcher.directory / "caches")  # which importing torch._dynamo makes
+    ended = launcher.run("run", "-n", "1", "--preload", name, path, TORCHINDUCTOR_CACHE_DIR=caches)
+    assert (ended.code, ended.out) == (0, ["[rank0]: "]), ended
+
+
 def test_no_line_is_lost_torn_or_mixed(launcher: Launcher) -> None:
     ended = launcher.run("run", "-n", "2", str(PROGRAMS / "launched" / "many_lines.py"))
     assert ended.code == 0, str(ended)[-2000:]

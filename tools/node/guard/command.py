@@ -40,7 +40,7 @@ from zbmd.tools.node.dashboard import opened
 from zbmd.tools.node.guard.guards import Guards, follow
 from zbmd.tools.node.guard.messages import address_of_guards
 from zbmd.tools.node.recorder import LaunchRecorder, recording
-from zbmd.tools.node.run import JobCommand, check
+from zbmd.tools.node.run import LOOP_PRELOADS, JobCommand, check, preload_of
 from zbmd.tools.node.run_many import NodeRun
 from zbmd.transport.errors import DeadlineExceeded, PeerLost, UserError, ZbmdError
 from zbmd.transport.tcp.address import parse_address
@@ -152,8 +152,6 @@ TORCHRUNS: Final = "PET_"
 """Begins variables with torchrun's own options, such as its --max-restarts."""
 OF_ENV: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that together name a rank under a launcher that is not known by its own variables."""
-PRELOAD: Final = ("torch", "torch._dynamo", "zbmd.training.torch.resilient")
-"""Modules of a resilient loop, the second one for its first optimizer: imported once a host."""
 AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 KEPT: Final[tuple[str, ...]] = ("TORCHELASTIC_RUN_ID", "ROLE_NAME")
 """Variables that ranks have as torchrun sets them."""
@@ -241,7 +239,7 @@ def settings_of(arguments: argparse.Namespace, where: Place) -> Settings:
     on_line = {setting.name: getattr(arguments, setting.name, None) for setting in SETTINGS}
     settings = merge(on_line, where.variables, arguments.config)
     settings = settings.with_value("nproc_per_node", where.place.count, "the launcher")
-    preload = tuple(dict.fromkeys((*PRELOAD, *settings["preload"])))
+    preload = tuple(dict.fromkeys((*LOOP_PRELOADS, *settings["preload"])))
     return settings.with_value("preload", preload, settings.source("preload"))
 
 
@@ -278,7 +276,7 @@ def _begun(
     plan = run_many.NodeRun(
         job=job, settings=settings, bootstrap=bootstrap, variables=variables, record=record
     )
-    template = fork_template(run_many.preload_of(plan), run_many.local_variables(plan))
+    template = fork_template(preload_of(plan.job, plan.settings), run_many.local_variables(plan))
 
     async def running(guards: Guards) -> int:
         async with met(plan, where.facts, where.variables, cookie_fd) as found:

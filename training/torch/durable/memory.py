@@ -68,6 +68,7 @@ from zbmd.training.torch.transfer import (
 from zbmd.training.torch.votes import without_wishes
 from zbmd.transport import kill_points as faults
 from zbmd.transport.errors import OutOfMemory
+from zbmd.transport.memory._region import copy as copy_bytes
 from zbmd.transport.memory.kept import KeptFile, take_kept_file
 from zbmd.transport.memory.memfd import in_words
 
@@ -78,7 +79,7 @@ log: Final = structlog.stdlib.get_logger("zbmd.torch")
 ENDING_MS_MAX: Final = 30_000
 """Within that the kernel ends the processes of a run that was killed, and workers of loaders notice."""
 PIECE_BYTES: Final = 1 << 18
-"""Copied at once, and read again for the digest while the processor's cache has it."""
+"""Read for the digest at once, and copied while the processor's cache has it."""
 _LENGTH: Final = struct.Struct("<Q")
 _IDENTITY_BITS: Final = 48
 """Of the digest of a loop's identity: a note has float64 numbers."""
@@ -493,9 +494,10 @@ def _copied(prepared: _Prepared, slot: Array) -> int:
             digest.update(flat[begin:at].data)
             continue
         for first in range(0, source.size, PIECE_BYTES):
-            piece = flat[begin + first : begin + min(first + PIECE_BYTES, source.size)]
-            piece[:] = source[first : first + PIECE_BYTES]
+            piece = source[first : first + PIECE_BYTES]
             digest.update(piece.data)
+            # Of a large state past the caches: the slot is not read again, and its lines need not be loaded.
+            copy_bytes(flat[begin + first : begin + first + piece.size], piece, prepared.nbytes)
     digest.update(flat[at:].data)
     return digest.intdigest()
 

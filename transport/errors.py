@@ -45,7 +45,11 @@ class LinkFull(ZbmdError):
 
 
 class DeadlineExceeded(ZbmdError):
-    """An operation did not finish in the time its caller gave."""
+    """An operation did not finish in the time its caller gave. `absent`: ranks that did not call it."""
+
+    def __init__(self, message: str, *, absent: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.absent = absent
 
 
 class OutOfDescriptors(ZbmdError):

@@ -136,7 +136,7 @@ class Turns:
 
     def _perform(self, call: Call, plan: Plan, sides: Sequence[Side], deadline_ns: int) -> None:
         if self._ended:
-            raise OperationAborted(f"{self._name} has ended: {self._ended}. Use the next view's communicator")
+            raise OperationAborted(f"an earlier call has ended this group: {self._ended}; make it again")
         ring, native = self.flight.ring, self._executor.native
         name = plan.request.operation.name.lower()
         native.meet_anew()

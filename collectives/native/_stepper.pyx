@@ -179,6 +179,17 @@ cdef class NativeGroup:
             raise IndexError(rank)
         return (<char *>&self.headers[rank])[:sizeof(Header)]
 
+    def absent(self):
+        cdef uint32_t used
+        found = []
+        for peer in range(self.n):
+            if self.culprit >= 0 and peer != self.rank and self.needed[peer] and zbmd_spin(
+                self.peers[self.rank].base, self.peers[peer].slot, self.channel,
+                <uint64_t>self.epoch << 32 | (self.peers[peer].received + 1), 1, &used,
+            ) < 0:
+                found.append(peer)
+        return found
+
     def always(self, int way):
         if not -1 <= way < ZBMD_WAYS:
             raise ValueError(f"way {way}")
@@ -477,6 +488,7 @@ cdef class NativeGroup:
             peer = (self.rank + k) % self.n
             status = self._await(peer, self.peers[peer].received + 1, deadline_ns) if self.needed[peer] else S_DONE
             if status != S_DONE:
+                self.culprit = peer
                 return status
         for peer in range(self.n):
             if peer != self.rank:

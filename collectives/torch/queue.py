@@ -235,7 +235,7 @@ class Queue(Messages):
                 return
             if isinstance(error, ZbmdError):
                 self._note(error, epoch)
-                in_call(error, called.text())
+                error = in_call(error, called.text())
             done.set_exception(error)
 
         self._number(called, opts, timeout)

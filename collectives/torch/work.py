@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
-from zbmd.collectives.errors import Desynchronised
+from zbmd.collectives.errors import Desynchronised, MembersLost
 from zbmd.collectives.group.group import Group
 from zbmd.collectives.native._messages import Request
 from zbmd.collectives.p2p.direct import DirectMessages
+from zbmd.collectives.p2p.tagged import named
 from zbmd.collectives.torch.continuity import BESIDE, CONTINUITY
 from zbmd.collectives.torch.tensors import TensorBuffer
 from zbmd.transport.errors import DeadlineExceeded, ZbmdError
@@ -33,13 +34,20 @@ COMPLETERS = 8
 WAITS_MAX: Final = 4_096
 """The latest intervals that are kept."""
 
+AGAIN: Final = "destroy the process groups, and initialise again"
+
 DONE: Final[Future[Any]] = Future()
 """Of operations that are over when their works are made."""
 DONE.set_result(None)
 
 
 def in_call(error: ZbmdError, call: str) -> ZbmdError:
-    """Have the error name the call, in its caller's words."""
+    """Return the error as one that names the call, and what to do, in PyTorch's terms."""
+    if isinstance(error, MembersLost):
+        return MembersLost(error.ranks, f"in {call}; {AGAIN}")
+    if isinstance(error, DeadlineExceeded) and error.absent:
+        why = f"{named(error.absent)} did not call it before the timeout of the group or call"
+        return DeadlineExceeded(f"{call}: {why}; {AGAIN}", absent=error.absent)
     if call not in str(error) and not isinstance(error, Desynchronised):
         error.add_note(f"in {call}")
     return error

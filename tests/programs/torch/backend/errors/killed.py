@@ -20,7 +20,7 @@ else:
         dist.recv(torch.ones(1), rank)
     os.kill(os.getpid(), signal.SIGKILL)
 if me == 0:
-    texts = f"peer rank{n - 1} lost", "all_reduce(float32[4], SUM) #2 of default_pg"
+    texts = f"peer rank{n - 1} lost", "in all_reduce(float32[4], SUM) #2 of default_pg; destroy the"
     fails(lambda: dist.all_reduce(torch.ones(4)), *texts)
     dist.destroy_process_group()
 else:

@@ -28,6 +28,17 @@ DIGEST_EVERY: Final = 64
 """Versions from one whose copies are compared to the next: to read them costs a fraction of one step."""
 
 
+_DIFFERS_AT_FIRST: Final = (
+    "the model differs between ranks before its first step; seed all ranks alike before they make it, or "
+    "wrap it in DistributedDataParallel, which sends the model of rank 0 to all"
+)
+_DIFFERS_LATER: Final = (
+    "memory or a processor has erred, the script changes parameters on some ranks alone, or nothing reduces "
+    "the gradients of a model that is not in DistributedDataParallel; start the run again, from its last "
+    "checkpoint"
+)
+
+
 class Difference(NamedTuple):
     """States that are not what they have to be. parameter: the first one, in the order of digests."""
 
@@ -58,11 +69,9 @@ def other_state(version: int, ballots: Sequence[Ballot]) -> Difference | None:
     first = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(rows[odd[0]]), len(usual)))
     told = ", ".join(f"{row[first]:016x}" if first < len(row) else "none" for row in rows)
     most = f"; most have those of rank {rows.index(usual)}, not of {odd}" if 2 * count > len(rows) else ""
+    why = _DIFFERS_LATER if version else _DIFFERS_AT_FIRST
     return Difference(
-        f"the state of version {version} is not the same on all ranks (digests {told}){most}: memory "
-        "or a processor has erred, or the script changes parameters on some ranks alone; start the run "
-        "again, from its last checkpoint",
-        first,
+        f"the state of version {version} is not the same on all ranks (digests {told}){most}: {why}", first
     )
 
 

@@ -39,7 +39,7 @@ class KeptBuckets:
     """The reducers of models, which keep their buckets. optimizers: of their parameters."""
 
     def __init__(self, models: list[Any], optimizers: Sequence[Any]) -> None:
-        self._optimizers = optimizers
+        self._optimizers, self._all = optimizers, models
         found = [each for model in models for each in model.modules()]
         self._models = [each for each in found if isinstance(each, parallel.DistributedDataParallel)]
         for model in self._models:
@@ -56,13 +56,20 @@ class KeptBuckets:
 
     @property
     def equal(self) -> list[tuple[str, Any]]:
-        """What DDP keeps equal on all ranks, by name: parameters, and their moments in the optimizers."""
-        found = {
-            id(parameter): (f"{number}.{name}" if len(self._models) > 1 else name, parameter)
-            for number, model in enumerate(self._models)
-            for name, parameter in model.module.named_parameters()
-            if name not in model.parameters_to_ignore
-        }
+        """What is equal on all ranks, by name: parameters, and their moments in the optimizers.
+
+        DDP keeps those of its models equal. Of others a replacement takes what a survivor has.
+        """
+        found = dict[int, tuple[str, Any]]()
+        for models in ([each.module for each in self._models], self._all):
+            for number, model in enumerate(models):
+                for name, parameter in model.named_parameters():
+                    named = f"{number}.{name}" if len(models) > 1 else name
+                    found.setdefault(id(parameter), (named, parameter))
+        for model in self._models:
+            for name, parameter in model.module.named_parameters():
+                if name in model.parameters_to_ignore:
+                    found.pop(id(parameter), None)
         moments = [
             (f"{moment} of {found[id(each)][0]}", value)
             for optimizer in self._optimizers

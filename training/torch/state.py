@@ -17,6 +17,7 @@ from zbmd.training.torch import votes
 from zbmd.training.torch.ddp import KeptBuckets, ReplicatedShares
 from zbmd.training.torch.durable.devices import LoopDevice
 from zbmd.training.torch.fsdp.gradients import ShardedShares
+from zbmd.training.torch.fsdp.mirror import require_captured
 from zbmd.training.torch.fsdp.modules import has_shards, local_of
 from zbmd.training.torch.fsdp.shards import Shards
 from zbmd.training.torch.rollback import Boundary
@@ -65,6 +66,9 @@ class LoopState:
         self.shards: Shards | None = None
         if mirror or has_shards(models):
             self.shards = Shards(models, optimizers, rank, ranks, mirror=mirror)
+        else:
+            for each in optimizers:
+                require_captured(each)
         self.buckets = KeptBuckets([*models], optimizers)
         self.position = Position()
         self.rows: tuple[bytes, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zbmd.transport.errors import RemoteProtocolError
+from zbmd.transport.errors import RemoteProtocolError, UserError
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.optional
@@ -260,3 +260,18 @@ def test_memory_of_a_letter_is_lent_again_once_no_tensor_over_it_is_left() -> No
     assert letter.lend(id(group), 11, torch.float32) is None
     del kept
     assert letter.lend(id(group), 11, torch.float32).data_ptr() == letter.gradients[0].data_ptr()
+
+
+def test_an_optimizer_of_a_model_in_ddp_that_keeps_tensors_elsewhere_is_named() -> None:
+    """A replacement gets what is in its state; what is in its attributes would begin anew there."""
+    parameters = list(torch.nn.Linear(3, 2).parameters())
+    for optimizer in [*optimizers(parameters), torch.optim.LBFGS(parameters)]:
+        mirror.require_captured(optimizer)
+
+    kept = torch.optim.SGD(parameters, lr=0.1)
+    kept.overflows = torch.zeros(1, dtype=torch.int32)  # a buffer of its kernel
+    mirror.require_captured(kept)
+    for value in (torch.zeros(3), [torch.zeros(3)], {"of": (torch.zeros(3),)}):
+        kept.velocity = value
+        with pytest.raises(UserError, match="SGD keeps tensors in its attribute 'velocity'"):
+            mirror.require_captured(kept)

@@ -179,6 +179,19 @@ def _attributes_of(optimizer: Any) -> dict[str, Any]:
     return found
 
 
+def require_captured(optimizer: Any) -> None:
+    """Raise `UserError` if an optimizer keeps tensors that a replacement does not get of a model in DDP."""
+    kept = [name for name in vars(optimizer) if name not in _OF_OPTIMIZER and not name.endswith("_hooks")]
+    for name in kept:
+        value = vars(optimizer)[name]
+        is_one = isinstance(value, torch.Tensor)
+        if _has_tensors(value, 0) and not (is_one and not value.is_floating_point()):
+            raise UserError(
+                f"{type(optimizer).__name__} keeps tensors in its attribute {name!r}, which a replacement "
+                "would miss: keep them in state, by parameter"
+            )
+
+
 def _require_known(optimizer: Any, entries: dict[Any, Any], attributes: dict[Any, Any]) -> None:
     """Raise `RemoteProtocolError` for what `_entries_of` and `_attributes_of` never return."""
     for name, value in attributes.items():

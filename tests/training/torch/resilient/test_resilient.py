@@ -117,6 +117,30 @@ async def test_parameters_and_moments_that_differ_between_ranks_are_found(
 
 
 @pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("reduced", "4 steps"),
+        (
+            "seeds",
+            "after 0 steps: weight: the state of version 0 .* differs between ranks before its first step",
+        ),
+        ("gradients", "after 1 steps: weight: the state of version 1 .* nothing reduces the gradients"),
+    ],
+)
+async def test_a_model_without_ddp_is_the_same_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, words: str
+) -> None:
+    """A replacement takes the model of a survivor, so all have to have that one."""
+    monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
+    output = Lines()
+    program = str(PROGRAMS / "torch/differing/plain.py")
+    config = HostConfig(target=program, arguments=(what,), world_size=2, arena_bytes=32 << 20)
+    result = await Host(config, output=output, template=template_of(config)).run()
+    told = [line for line in output.lines if re.search(words, line)]
+    assert result.outcome is Outcome.SUCCEEDED and len(told) == 2, output.lines
+
+
+@pytest.mark.parametrize(
     ("on_loss", "way", "votes"),
     [(OnLoss.SHRINK, "pass", 3), (OnLoss.REPLACE, "steps", 2)],
 )

@@ -45,7 +45,7 @@ class LinkFull(ZbmdError):
 
 
 class DeadlineExceeded(ZbmdError):
-    """An operation did not finish in the time its caller gave. `absent`: ranks that did not call it."""
+    """An operation did not finish in the time its caller gave. `absent`: waited for in vain."""
 
     def __init__(self, message: str, *, absent: tuple[int, ...] = ()) -> None:
         super().__init__(message)

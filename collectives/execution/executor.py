@@ -296,8 +296,9 @@ class Executor(ABC):
         if status == STATUS_ABORTED:
             return OperationAborted(f"{where}: a member gave it up, or this rank; retry in the next view")
         if status == STATUS_DEADLINE:
-            absent = tuple(self.members[i] for i in self.native.absent())
-            why = f"ranks {list(absent)} did not enter it in time" if absent else "the deadline has passed"
+            culprit = self.native.culprit  # the first that had not entered, if all were waited for
+            absent = () if culprit < 0 else (self.members[culprit],)
+            why = f"rank {absent[0]} did not enter it in time" if absent else "the deadline has passed"
             return DeadlineExceeded(f"{where}: {why}; the group is not usable any more", absent=absent)
         if status == STATUS_DESYNCHRONISED:
             return self._desynchronised()

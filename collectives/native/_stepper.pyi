@@ -33,7 +33,7 @@ class NativeGroup:
     pc: int
     """The instruction at which the last run stood, -1 in the entry."""
     culprit: int
-    """The first rank that called another operation, sent a bad descriptor or had not entered, or -1."""
+    """The first rank that called another operation, sent a bad descriptor or did not enter in time, or -1."""
     reads: bool
     """Whether the last run was by the program's `other`."""
     lags: bool
@@ -87,8 +87,6 @@ class NativeGroup:
         """
     def header(self, rank: int) -> bytes:
         """The descriptor that `rank` entered the last operation with."""
-    def absent(self) -> list[int]:
-        """The ranks that have not entered the last operation, if it failed as they were waited for."""
     def always(self, way: int) -> None:
         """As rank 0, say this way whatever has been timed, -1: no longer. For tests and benchmarks."""
     def capacity_left(self, program: NativeProgram) -> int:

@@ -179,17 +179,6 @@ cdef class NativeGroup:
             raise IndexError(rank)
         return (<char *>&self.headers[rank])[:sizeof(Header)]
 
-    def absent(self):
-        cdef uint32_t used
-        found = []
-        for peer in range(self.n):
-            if self.culprit >= 0 and peer != self.rank and self.needed[peer] and zbmd_spin(
-                self.peers[self.rank].base, self.peers[peer].slot, self.channel,
-                <uint64_t>self.epoch << 32 | (self.peers[peer].received + 1), 1, &used,
-            ) < 0:
-                found.append(peer)
-        return found
-
     def always(self, int way):
         if not -1 <= way < ZBMD_WAYS:
             raise ValueError(f"way {way}")
@@ -218,8 +207,7 @@ cdef class NativeGroup:
         cdef uint64_t began_ns = 0
         cdef bint together = False
         cdef int64_t end_point
-        cdef int way = ZBMD_STORE_CACHED
-        cdef int status = self._await_all(deadline_ns)
+        cdef int way = ZBMD_STORE_CACHED, status = self._await_all(deadline_ns)
         if status == S_DONE:
             status = self._compare(program)
         if status == S_DONE:

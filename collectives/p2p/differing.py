@@ -90,6 +90,6 @@ def _numbered(texts: Sequence[str]) -> dict[int, tuple[str, str]]:
     for text in texts:
         call, _, place = text.partition(") #")
         number, _, title = place.partition(" of ")
-        if number.isdecimal():
-            found[int(number)] = f"{call})", title
+        if number.isdecimal():  # a loop's own calls have no numbers of theirs: the latest one counts
+            found.setdefault(int(number), (f"{call})", title))
     return found

@@ -46,7 +46,7 @@ def in_call(error: ZbmdError, call: str) -> ZbmdError:
     if isinstance(error, MembersLost):
         return MembersLost(error.ranks, f"in {call}; {AGAIN}")
     if isinstance(error, DeadlineExceeded) and error.absent:
-        why = f"{named(error.absent)} did not call it before the timeout of the group or call"
+        why = f"waited for {named(error.absent)} until the timeout of the group or call"
         return DeadlineExceeded(f"{call}: {why}; {AGAIN}", absent=error.absent)
     if call not in str(error) and not isinstance(error, Desynchronised):
         error.add_note(f"in {call}")

@@ -7,7 +7,7 @@ import itertools
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -51,11 +51,19 @@ class Exchange:
         """The deadline of a call that begins now."""
         return now_ns() + round(self._timeout.total_seconds() * 1e9)
 
-    def gather(self, data: bytes) -> tuple[bytes, ...]:
-        """Return the bytes of all ranks."""
-        group, end_ns = self.group, self.end_ns
+    def gather(self, data: bytes, called: str = "run.step()") -> tuple[bytes, ...]:
+        """Return the bytes of all ranks. called: by the script, for the error of ranks whose calls differ."""
+        group, end_ns, default = self.group, self.end_ns, CONTINUITY.groups[0]
         row = np.frombuffer(data, np.uint8).copy()
-        whole, counts = group.submit(lambda c: c.all_gather_rows(row, deadline_ns=end_ns)).result()
+        number = (
+            default._get_sequence_number_for_group() + 1
+        )  # that of a collective of the script in its place
+
+        def carry_out(c: Any) -> Any:
+            c.label(lambda: f"{called} #{number} of {default.title}")
+            return c.all_gather_rows(row, deadline_ns=end_ns)
+
+        whole, counts = group.submit(carry_out).result()
         bounds = np.cumsum((0, *counts))
         return tuple(whole[begin:end].tobytes() for begin, end in itertools.pairwise(bounds))
 
@@ -79,7 +87,8 @@ class Exchange:
         """
         text = "\n".join(tensors).encode()
         model, told = (hashlib.sha256(each).digest() for each in (text, options.encode()))
-        rows = self.gather(_FOUNDING.pack(seed % (1 << 64), model, told, version) + refusal.encode())
+        own = _FOUNDING.pack(seed % (1 << 64), model, told, version) + refusal.encode()
+        rows = self.gather(own, "zbmd.torch.resilient()")
         heads = [_FOUNDING.unpack_from(row) for row in rows]
         if len({found[1] for found in heads}) > 1:
             raise UserError(_difference([each.decode(errors="replace") for each in self.gather(text)]))

@@ -597,4 +597,4 @@ class Run:
             asks |= votes.MEET
         saves = votes.NOTHING_SAVED if checkpoints is None else checkpoints.report
         row = votes.pack(action.ballot, self._means, state.own(), noted, asks=asks, saves=saves)
-        return self._meetings.exchange.gather(row)
+        return self._meetings.exchange.gather(row, "optimizer.step()")

@@ -40,6 +40,13 @@ def test_an_earlier_call_is_named_if_the_latest_is_the_same() -> None:
     assert found is not None and found.number == 2
 
 
+def test_of_calls_with_one_number_the_latest_counts() -> None:
+    """A loop's own calls bear the number that the next one of the script will have."""
+    made = calls("a()", "run.step()"), calls("b()", first=2)
+    found = first_difference({0: [*made[1], *made[0]], 1: [*calls("c()", first=2), *made[0]]})
+    assert found is not None and found.calls == {0: "b()", 1: "c()"}
+
+
 def test_nothing_is_named_where_calls_look_alike_or_are_not_known() -> None:
     assert first_difference({0: calls("a()", "b()"), 1: calls("a()", "b()")}) is None
     assert first_difference({0: calls("a()"), 1: []}) is None

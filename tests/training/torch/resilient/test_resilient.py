@@ -124,6 +124,10 @@ async def test_parameters_and_moments_that_differ_between_ranks_are_found(
             "seeds",
             "after 0 steps: weight: the state of version 0 .* differs between ranks before its first step",
         ),
+        (
+            "collective",
+            r"differs: broadcast\(float32\[3\], src=0\) on rank 0; optimizer.step\(\) on rank 1;",
+        ),
         ("gradients", "after 1 steps: weight: the state of version 1 .* nothing reduces the gradients"),
     ],
 )

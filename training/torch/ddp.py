@@ -56,7 +56,7 @@ class KeptBuckets:
 
     @property
     def equal(self) -> list[tuple[str, Any]]:
-        """What is equal on all ranks, by name: parameters, and their moments in the optimizers.
+        """All that is equal on all ranks, by name: parameters, and their moments in the optimizers.
 
         DDP keeps those of its models equal. Of others a replacement takes what a survivor has.
         """

@@ -263,7 +263,7 @@ def test_memory_of_a_letter_is_lent_again_once_no_tensor_over_it_is_left() -> No
 
 
 def test_an_optimizer_of_a_model_in_ddp_that_keeps_tensors_elsewhere_is_named() -> None:
-    """A replacement gets what is in its state; what is in its attributes would begin anew there."""
+    """A replacement gets what is in its state; what is in its attributes would begin again there."""
     parameters = list(torch.nn.Linear(3, 2).parameters())
     for optimizer in [*optimizers(parameters), torch.optim.LBFGS(parameters)]:
         mirror.require_captured(optimizer)

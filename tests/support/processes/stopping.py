@@ -1,4 +1,4 @@
-"""Stopping another process, all of it."""
+"""Stopping or killing another process, all of it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,22 @@ def stop(pid: int) -> None:
 def await_stop(pid: int) -> None:
     """Return once no thread of a process runs, because it was sent SIGSTOP."""
     wait_until(lambda: states_of_threads(pid) <= {"T", "t", "Z", "X"})
+
+
+def kill(pid: int) -> None:
+    """Kill a process by SIGKILL; it has ended when this returns, whether its parent has heard of it or not.
+
+    `os.kill` returns earlier: a thread that waits for a processor, or is in the kernel, ends later.
+    """
+    os.kill(pid, signal.SIGKILL)
+
+    def has_ended() -> bool:
+        try:
+            return states_of_threads(pid) <= {"Z", "X"}
+        except ProcessLookupError:
+            return True
+
+    wait_until(has_ended)
 
 
 def states_of_threads(pid: int) -> set[str]:

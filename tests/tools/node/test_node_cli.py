@@ -19,7 +19,7 @@ import pytest
 from programs import PROGRAMS
 from support.cluster.etcd_server import free_ports
 from support.processes.launcher import after_threads, assert_no_socket
-from support.processes.stopping import stop
+from support.processes.stopping import kill, stop
 
 if TYPE_CHECKING:
     from support.processes.launcher import Launcher
@@ -282,7 +282,7 @@ async def test_ranks_killed_from_outside_at_once_cost_one_view(start: Start) -> 
         await run.until(r"\]: pid (\d+)", 4)
         stop(run.process.pid)  # it learns of both at once, however late one is
         for match in found:
-            os.kill(int(match[2]), signal.SIGKILL)
+            kill(int(match[2]))
         run.process.send_signal(signal.SIGCONT)
         assert await run.ended() == 0, run.all_output
     entered = [line for line in run.lines if "entered" in line]

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from support.jobs.small_jobs import SmallJobs
+from support.jobs.writer_work import work
 from support.processes.captures import Captures
 
 from zbmd.actors.system import ActorSystem
 from zbmd.tools.chaos.job_worker import Worker
+
+__all__ = ["work"]
 
 
 @pytest.fixture

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.jobs.by_words import plain_by
+from support.jobs.writer_work import WriterWork
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.chaos.small_job import write_text
 from zbmd.tools.train.command import recipe_of
+from zbmd.training.checkpoint import saving
 from zbmd.training.checkpoint.index import Retention, candidates
 from zbmd.training.checkpoint.sharded import Piece, open_state, read_names
 from zbmd.training.checkpoint.storage import Directory
@@ -75,8 +77,8 @@ class Mean(DataParallelTask):
 
     steps, examples, shards, samples, name = 60, 40, 4, 3, "Mean"
 
-    def __init__(self, place: Path, repaired: int = 0) -> None:
-        self.place, self.repaired = place, repaired
+    def __init__(self, place: Path, repaired: int = 0, work: WriterWork | None = None) -> None:
+        self.place, self.repaired, self.work = place, repaired, work
         if repaired:
             place.write_text("a file where a directory should be")
 
@@ -90,19 +92,21 @@ class Mean(DataParallelTask):
     def update(self, old: State, new: State, gradient: State, step: int) -> None:
         new["mean"][:] = old["mean"] - np.float32(0.1) * gradient["mean"]
         if step == self.repaired > 0:
+            assert self.work is not None
+            self.work.until(saving.Failed)
             self.place.unlink()
             self.place.mkdir()
 
 
 @pytest.mark.parametrize("repaired", [40, 1000])
 async def test_a_write_that_fails_ends_no_run(
-    repaired: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    repaired: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], work: WriterWork
 ) -> None:
     """It is reported once, as is the next success; without one the run ends as any other."""
     calm = await run_task(Mean(tmp_path / "calm"), out=tmp_path / "calm", checkpoint_every=20)
     place = tmp_path / "place"
     capfd.readouterr()
-    task = Mean(place, repaired)
+    task = Mean(place, repaired, work)
     done = await run_task(task, out=tmp_path / "run", checkpoint_every=20, checkpoint_to=str(place))
     told = capfd.readouterr().err
     assert calm is not None and done is not None and done.state_sha256 == calm.state_sha256
@@ -145,16 +149,22 @@ async def test_only_the_update_that_writes_its_slot_waits_for_a_copy(
 
 
 async def test_the_last_good_one_stays_while_the_disk_is_full(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], work: WriterWork
 ) -> None:
-    """From step 30 on the state alone fits, which is the result, and a checkpoint of it does not."""
+    """From step 30 on the state alone fits, which is the result, and a checkpoint of it does not.
+
+    That of step 20 is there by then: the votes of the steps in between have it named.
+    """
 
     class Full(Mean):
         name = "Mean"
 
         def update(self, old: State, new: State, gradient: State, step: int) -> None:
             super().update(old, new, gradient, step)
+            if step == 22:
+                work.until(saving.Wrote)
             if step == 30:
+                work.until(saving.Published)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4 * NUMBERS + 250, before[1]))
 
     before, saved = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "saved"

@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.jobs.writer_work import WriterWork
 from support.processes.kept_lines import Lines
 
 from zbmd.actors.cluster.jobs.host import Host, HostConfig
 from zbmd.actors.view import OnLoss
 from zbmd.tools.runs.commands import audit_run
 from zbmd.training.autograd.parameter_layout import ParameterLayout
-from zbmd.training.checkpoint import writer
+from zbmd.training.checkpoint import saving, writer
 from zbmd.training.checkpoint.sharded import open_state, read_names
 from zbmd.training.checkpoint.storage import Storage
 from zbmd.training.job.data_parallel import DataParallelTask, State, TaskResult, run_task
@@ -112,9 +113,12 @@ async def test_a_run_that_is_stopped_goes_on_from_its_checkpoint(
 
 
 async def test_a_checkpoint_is_written_beside_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: WriterWork
 ) -> None:
-    """Its shard is held up until the step after it is computed, and has the state before that."""
+    """Its shard is held up until the step after it is computed, and has the state before that.
+
+    Later steps wait for it: the next one is due then.
+    """
     computed, write = threading.Event(), writer.write_shard_of
     states = dict[int, float]()
 
@@ -131,6 +135,10 @@ async def test_a_checkpoint_is_written_beside_the_next_step(
             states[step + 1] = float(new["mean"][0])
             if step == 100:
                 computed.set()
+            if step in (150, 250):
+                work.until(saving.Wrote, step // 100)
+            if step in (190, 290):
+                work.until(saving.Published, step // 100)
 
     monkeypatch.setattr(writer, "write_shard_of", held_up)
     kept = dict[int, float]()

@@ -5,6 +5,8 @@
 - The log is as structlog has it by default: at the start of each test nobody has set it up.
 - After each test no child, thread, file descriptor or file in /dev/shm may be left that did not exist
   before; what a fixture of wider scope holds is accounted for at the end of the session.
+- Temporary files of the session and of all that it starts lie in one directory, which goes with it, or with
+  the next session if this one is killed.
 - Bytecode is written, whatever the environment says: without it each process that a test starts would
   compile the whole of zbmd for itself, which takes longer than most of what it is started for.
 - With `ZBMD_STRICT_SKIPS=1` (CI) a skip fails the run, unless the test is marked `optional`.
@@ -15,19 +17,22 @@ its own tests hold, and the controller, which runs no test, adds up what they te
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
 import os
 import re
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,6 +50,8 @@ OPTIONAL_PACKAGES = ("torch", "cupy", "pyverbs", "transformers")
 POOL_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Set in many containers; Python takes it from the environment at its start.
 NO_BYTECODE_VARIABLE = "PYTHONDONTWRITEBYTECODE"
+# Of the directory in which a session has all temporary files.
+SCRATCH = "zbmd-test-"
 # Under this name a worker of pytest-xdist reports the things that its session has left behind.
 LEFT_BEHIND = "zbmd_left_behind"
 # What was asked to end may take this long to be gone from /proc.
@@ -317,11 +324,32 @@ def _wants_optional_package(longrepr: object) -> bool:
 WATCH = pytest.StashKey[Watch]()
 
 
-@pytest.hookimpl(tryfirst=True)
 def _python_path() -> list[str]:
     return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
+def _begin_scratch(config: pytest.Config) -> None:
+    """Have all temporary files of this session and of what it starts in one directory, which goes with it.
+
+    A process that is killed leaves its own there. A session that is killed leaves all of it, locked no more:
+    the next one removes that. The directories of `tmp_path` stay where pytest has them.
+    """
+    root = Path(tempfile.gettempdir())
+    for left in root.glob(f"{SCRATCH}*"):
+        with suppress(OSError), (left / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{SCRATCH}"))
+    lock = (made / "lock").open("wb")  # before others see it
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    scratch = made.rename(root / made.name.removeprefix("."))
+    config.add_cleanup(partial(shutil.rmtree, scratch, ignore_errors=True))
+    config.add_cleanup(lock.close)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(root))
+    os.environ["TMPDIR"], tempfile.tempdir = str(scratch), None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the session's seed before hypothesis reads its own and before any test imports numpy."""
     text = os.environ.get(SEED_VARIABLE, "")
@@ -340,8 +368,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARKER_VARIABLE] = secrets.token_hex(8)
     # A run that fails would leave a process that waits for the next one: tests of that ask for it.
     os.environ["ZBMD_SNAPSHOTS"] = "off"
+    if not hasattr(config, "workerinput"):
+        _begin_scratch(config)
     # Processes that tests have crash write their last records there.
-    state = tempfile.TemporaryDirectory(prefix="zbmd-test-state-")
+    state = tempfile.TemporaryDirectory(prefix="state-")
     os.environ["XDG_STATE_HOME"] = state.name
     config.add_cleanup(state.cleanup)
     # A shell starts what it runs in the background without these, and all that tests start would inherit it.

@@ -47,13 +47,20 @@ async def submitted(nodes: Nodes, how: str, *options: str) -> tuple[str, Run]:
 
 
 async def root_of(diagnose: Diagnose, job: str, *, names: str, state: str) -> dict[str, Any]:
-    """Ask both nodes until they know: a rank's end is recorded once it is reaped and its output is read."""
+    """Ask both nodes until they know: a rank's end is recorded once it is reaped and its output is read.
+
+    They are asked one after the other: what is recorded in between is in the second answer alone.
+    """
     found: list[dict[str, Any]] = []
-    wanted = (state, names)
+
+    def is_known() -> bool:
+        of_both = [(one["state"], (one["root"] or {}).get("cause")) for one in found]
+        return of_both == [(state, names)] * 2 and found[0]["root"] == found[1]["root"]
+
     async with asyncio.timeout(TIMEOUT_S):
-        while not found or {(one["state"], (one["root"] or {}).get("cause")) for one in found} != {wanted}:
+        while not is_known():
             found = [json.loads((await diagnose(node, job, "--json"))[1]) for node in ("n1", "n2")]
-    assert found[0]["root"] == found[1]["root"] and found[0]["job"] == job, found
+    assert found[0]["job"] == job, found
     sources = [name.partition(":")[0] for name in found[0]["sources"]]
     assert {"n1", "n2"} <= set(sources), sources
     root: dict[str, Any] = found[0]["root"]

@@ -376,7 +376,7 @@ def may_mount() -> bool:
     """Whether this user may mount a file system in a name space of its own."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=180, check=False).returncode == 0
     except FileNotFoundError:
         return False
 

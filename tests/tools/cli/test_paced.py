@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.jobs.held_runs import GATED, open_gate, started
 
 from zbmd.training.checkpoint.pace import FIRST_STEPS, PRIOR_MTBF_S
 from zbmd.training.checkpoint.sharded import read_names
@@ -42,16 +45,34 @@ def text_in(directory: Path) -> None:
 def test_all_ranks_write_when_the_lowest_asks_and_a_loss_of_it_changes_nothing(launcher: Launcher) -> None:
     """Rank 0 is killed while the checkpoint that it asked for is written; its replacement asks again."""
     text_in(launcher.directory)
-    run, out = ("run", "-n", "2", "--on-loss", "replace", "-m", "zbmd", "train"), launcher.directory / "run"
-    train = (*run, *SMALL, "--mesh", "dp=2", "--steps", "15")
-    done = launcher.run(*train, ZBMD_FAULT="rank0:shards.write:1")
-    assert done.code == 0, done
+    out, gate = launcher.directory / "run", FIRST_STEPS + 1
+    train = (
+        "run",
+        "-n",
+        "2",
+        "--on-loss",
+        "replace",
+        *GATED,
+        "train",
+        *SMALL,
+        "--mesh",
+        "dp=2",
+        "--steps",
+        "15",
+    )
+    quiet = {"ZBMD_SNAPSHOTS": "off", "ZBMD_FAULT": "rank0:shards.write:1"}
+    with started(
+        launcher, *train, gates=(gate,), **quiet
+    ) as running:  # steps do not wait for what is written
+        running.until(r"rank 0 \(.*\) failed: killed \(SIGKILL\)")
+        open_gate(out, gate)
+        assert running.end() == 0, running.text
     (pace,) = paces(out)
-    assert pace["step"] == FIRST_STEPS + 1 and pace["failures"] == 0, "memory had the state: no work was lost"
+    assert pace["step"] == gate and pace["failures"] == 0, "memory had the state: no work was lost"
     assert pace["stall_s"] > 0 and pace["step_s"] > 0 and pace["checkpoint_every"] > FIRST_STEPS
     assert pace["mtbf_s"] == pytest.approx(PRIOR_MTBF_S, rel=1e-3)
-    told = [line for line in done.errors + done.out if "checkpoint_every" in line and "stall_s" in line]
-    assert len(told) == 1, done
+    told = [line for line in running.text.splitlines() if "checkpoint_every" in line and "stall_s" in line]
+    assert len(told) == 1, running.text
     names = read_names(out / "checkpoint.json")
     assert names.version == 15 and len(names.files) == 2
 
@@ -59,18 +80,27 @@ def test_all_ranks_write_when_the_lowest_asks_and_a_loss_of_it_changes_nothing(l
 def test_a_run_that_lost_work_counts_a_failure_and_one_that_was_stopped_does_not(launcher: Launcher) -> None:
     text_in(launcher.directory)
     run, out = ("run", "-n", "2", "--on-loss", "stop", "-m", "zbmd", "train"), launcher.directory / "run"
-    train = (*run, *SMALL, "--mesh", "dp=2")
-    fault = "rank0:job.begin:30+rank1:job.begin:30"
-    assert launcher.run(*train, "--steps", "40", ZBMD_FAULT=fault).code != 0
+    train, metrics = (*run, *SMALL, "--mesh", "dp=2"), out / "metrics.jsonl"
+
+    def last_step() -> int:
+        return int(last_values(metrics, "loss").get("step", 0))
+
+    with launcher.session(*train, "--steps", "100000") as running:
+        running.until_holds(lambda: bool(last_values(metrics, "checkpoint_every")), "a checkpoint is written")
+        running.until_holds(lambda: last_step() > FIRST_STEPS, "steps came after it")
+        for rank in range(2):
+            os.kill(running.processes()[f"zbmd-rank{rank}"][0], signal.SIGKILL)
+        assert running.end() != 0, running.text
+    steps = last_step() + 20
     assert read_names(out / "checkpoint.json").version == FIRST_STEPS
-    again = launcher.run(*train, "--steps", "50", "--resume", "run")
+    again = launcher.run(*train, "--steps", str(steps), "--resume", "run")
     assert again.code == 0, again
     first = next(pace for pace in paces(out) if not pace["failures"])
     counted = next(pace for pace in paces(out) if pace["failures"])
     assert (first["step"], counted["step"], counted["failures"]) == (10, 10, 1)
     assert counted["mtbf_s"] < 0.1 * PRIOR_MTBF_S
     assert unit_interval(counted) < unit_interval(first)
-    further = launcher.run(*train, "--steps", "60", "--resume", "run")
+    further = launcher.run(*train, "--steps", str(steps + 10), "--resume", "run")
     assert further.code == 0, further
     assert max(pace["failures"] for pace in paces(out)) == 1, (
         "it went on from its last step: nothing was lost"

@@ -15,7 +15,7 @@ from zbmd.tools.chaos.small_job import run_small_job, write_text
 from zbmd.tools.entry import zbmd as cli
 from zbmd.training.redundancy import machine as zm
 from zbmd.training.redundancy.machine import Mirror
-from zbmd.transport.capture import open_log
+from zbmd.transport.capture import merged, open_log
 
 KILLED_IN_STEP = 3
 FAULT = f"rank1:job.begin:{KILLED_IN_STEP}"
@@ -148,10 +148,17 @@ def test_the_story_is_causal(job: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert not any(told == text for _, told in lines[:sent])
 
 
-@pytest.mark.parametrize("when", ["EpochOver", "+0.2s"])
+def half_of(job: Path) -> str:
+    """Return half of the time that a job took, as `--until` takes it."""
+    times = [entry.wall_ns for entry in merged(open_log(job).processes)]
+    return f"+{(max(times) - min(times)) / 2e9:.6f}s"
+
+
+@pytest.mark.parametrize("when", ["EpochOver", "half of it"])
 def test_until_an_event_or_a_time(job: Path, capsys: pytest.CaptureFixture[str], when: str) -> None:
     _, everything = replay_json(capsys, job)
-    code, found = replay_json(capsys, job, "--until", when)
+    until = half_of(job) if when == "half of it" else when
+    code, found = replay_json(capsys, job, "--until", until)
     assert code == 0
     assert sum(v["events"] for v in verdicts(found)) < sum(v["events"] for v in verdicts(everything))
 

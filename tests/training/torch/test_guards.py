@@ -17,6 +17,7 @@ from programs import PROGRAMS
 from support.jobs.guarded import GUARD, by_hand, guards_of, started, torchrun
 from support.jobs.resilient_loops import check_as_undisturbed, steps_in
 from support.jobs.resilient_loops import train as run_loop
+from support.processes.launcher import TIMEOUT_S
 
 from zbmd.transport.tcp.sockets import free_port
 
@@ -114,7 +115,7 @@ def test_a_guard_that_is_killed_leaves_nothing_and_torchrun_starts_again(tmp_pat
         (tmp_path / "again").touch()
         os.kill(guards_of(running.pid)[victim], signal.SIGKILL)
         running.until(r"rank \d of 3 is good", RANKS)
-        gone = [bool(select.select([pidfd], [], [], 0)[0]) for pidfd in pidfds]
+        gone = [bool(select.select([pidfd], [], [], TIMEOUT_S)[0]) for pidfd in pidfds]
         for pidfd in pidfds:
             os.close(pidfd)
         assert running.end() == 0 and all(gone), running.text

@@ -97,7 +97,7 @@ class Holdings:
         kept += [f"thread {thread}" for thread in self.threads - before.threads]
         kept += [f"descriptor {descriptor}" for descriptor in self.descriptors - before.descriptors]
         if named := self.shared_memory - before.shared_memory:
-            kept += [f"/dev/shm/{name}" for name in named - _of_other_sessions(named)]
+            kept += [f"/dev/shm/{name}" for name in named - _of_others(named)]
         kept += [f"orphan {pid}" for pid in self.processes - before.processes if _is_orphan(pid)]
         return sorted(kept)
 
@@ -151,15 +151,17 @@ def _is_orphan(pid: int) -> bool:
     return marker in _read(f"/proc/{pid}/environ").split("\0") and _parent(pid) not in (None, os.getpid())
 
 
-def _of_other_sessions(names: frozenset[str]) -> set[str]:
-    """Return the files of /dev/shm, of these, that processes of other sessions of tests have mapped.
+def _of_others(names: frozenset[str]) -> set[str]:
+    """Return the files of /dev/shm, of these, that processes outside of this session have mapped.
 
-    Such sessions are the other workers of pytest-xdist, too: what mpirun's ranks share is there for seconds.
+    Such are those of the other workers of pytest-xdist, and of whatever else this machine does: what
+    mpirun's ranks share is there for seconds.
     """
-    others = re.compile(rf"(?:^|\0){MARKER_VARIABLE}=(?!{os.environ[MARKER_VARIABLE]}\0)")
+    ours = f"{MARKER_VARIABLE}={os.environ[MARKER_VARIABLE]}"
     found = set[str]()
-    for pid in os.listdir("/proc"):
-        if pid.isdigit() and int(pid) != os.getpid() and others.search(_read(f"/proc/{pid}/environ")):
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        is_ours = ours in _read(f"/proc/{pid}/environ").split("\0") or os.getpid() in (pid, _parent(pid))
+        if not is_ours:
             maps = _read(f"/proc/{pid}/maps")
             found.update(name for name in names if f"/dev/shm/{name}" in maps)
     return found

@@ -178,15 +178,17 @@ def test_every_kind_of_leak_is_reported_and_nothing_else(run_suite: SeededRun) -
     assert run.returncode == pytest.ExitCode.TESTS_FAILED
 
 
-def test_memory_that_processes_of_another_session_share_is_not_left_behind(
-    run_suite: SeededRun, tmp_path: Path
+@pytest.mark.parametrize("marks", [True, False], ids=["of another session", "of no session"])
+def test_memory_that_other_processes_share_is_not_left_behind(
+    run_suite: SeededRun, tmp_path: Path, marks: bool
 ) -> None:
-    """As the ranks of an mpirun do that another worker of pytest-xdist has started."""
+    """As the ranks of an mpirun do that another worker of pytest-xdist has started, or somebody at a shell."""
+    marked = {name: value for name, value in os.environ.items() if marks or name != "ZBMD_TEST_SESSION"}
     ask, answer = tmp_path / "ask", tmp_path / "answer"
     os.mkfifo(ask)
     os.mkfifo(answer)
     command = [sys.executable, "-c", OF_ANOTHER_SESSION, str(ask), str(answer)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=marked) as other:
         run = run_suite(BESIDE_ANOTHER_SESSION, ASK=str(ask), ANSWER=str(answer))
         assert other.poll() is None
     assert run.returncode == pytest.ExitCode.OK, run.stdout

@@ -20,7 +20,7 @@ from zbmd.actors.rank.host_contracts import NodeStatus
 from zbmd.actors.view import Outcome
 
 TIMEOUT_S = 180.0
-DEADLINE_NS = 1_000_000_000
+DEADLINE_NS = 3_000_000_000
 """Longer than a rank waits for a core on a busy machine: one that does is reported as well."""
 FOR = r"for \d+(\.\d)? s"
 

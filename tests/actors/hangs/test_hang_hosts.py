@@ -51,7 +51,7 @@ def cookie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZBMD_COOKIE_FILE", str(tmp_path / "cookie"))
 
 
-def hang(w: World, rank: int, on_hang: str, *, deadline: str = "1s") -> None:
+def hang(w: World, rank: int, on_hang: str, *, deadline: str = "3s") -> None:
     """Submit a job whose `rank` never enters what the others wait in."""
     w.script = NEVER_ENTERS
     environment = (("HANGS", str(rank)), ("ZBMD_PROGRESS_DEADLINE", deadline), ("ZBMD_ON_HANG", on_hang))
@@ -88,7 +88,7 @@ async def test_the_root_is_named_by_one_host_wherever_it_is(tmp_path: Path, rank
 
 async def test_the_root_is_ended_on_its_host_and_the_job_goes_on(tmp_path: Path) -> None:
     async with world(tmp_path, 3) as w:
-        hang(w, 2, "replace", deadline="3s")  # which a replacement has, too, until it enters
+        hang(w, 2, "replace")  # a replacement has that time, too, until it enters
         job = await w.ended()
         downs = [down for place in w.places for down in place.of(RankDown)]
         ends = [(down.rank, down.incarnation, down.reason, down.tail[-1:]) for down in downs]

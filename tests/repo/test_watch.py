@@ -182,7 +182,7 @@ def test_every_kind_of_leak_is_reported_and_nothing_else(run_suite: SeededRun) -
 def test_memory_that_other_processes_share_is_not_left_behind(
     run_suite: SeededRun, tmp_path: Path, marks: bool
 ) -> None:
-    """As the ranks of an mpirun do that another worker of pytest-xdist has started, or somebody at a shell."""
+    """As the ranks of an mpirun do that another worker of pytest-xdist has started, or a user."""
     marked = {name: value for name, value in os.environ.items() if marks or name != "ZBMD_TEST_SESSION"}
     ask, answer = tmp_path / "ask", tmp_path / "answer"
     os.mkfifo(ask)

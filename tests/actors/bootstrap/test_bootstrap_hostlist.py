@@ -132,7 +132,7 @@ def test_scontrol_reads_the_same_hosts(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=20,
+            timeout=120,
         )
         assert tuple(said.stdout.split()) == parse_hostlist(text), text
         folded = subprocess.run(
@@ -141,6 +141,6 @@ def test_scontrol_reads_the_same_hosts(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=20,
+            timeout=120,
         )
         assert sorted(parse_hostlist(folded.stdout.strip())) == sorted(parse_hostlist(text))

@@ -239,11 +239,11 @@ async def test_back_pressure_of_a_small_link(system: ActorSystem, other: ActorSy
     await other.spawn(Counter, name="counter", mailbox=MailboxSpec(capacity=4096))
     far = system.ref("rank1/counter")
     pad = "x" * 600
-    asks = [asyncio.create_task(far.ask(Add(1, pad), timeout=20, reply=Total)) for _ in range(200)]
+    asks = [asyncio.create_task(far.ask(Add(1, pad), timeout=120, reply=Total)) for _ in range(200)]
     for _ in range(200):
         await far.tell(Add(1, pad))
     totals = await asyncio.gather(*asks)
-    assert (await far.ask(Add(0), timeout=20, reply=Total)).value == 400
+    assert (await far.ask(Add(0), timeout=120, reply=Total)).value == 400
     assert [t.value for t in totals] == sorted(t.value for t in totals)
 
 
@@ -268,7 +268,7 @@ async def test_answers_wait_for_room_and_keep_their_order(
     await other.spawn(Echo, name="echo", mailbox=MailboxSpec(capacity=4096))
     far = system.ref("rank1/echo")
     monitors = [system.monitor(system.ref("rank1/nobody")) for _ in range(500)]
-    asks = (far.ask(Add(i, "y" * 900), timeout=20, reply=Add) for i in range(300))
+    asks = (far.ask(Add(i, "y" * 900), timeout=120, reply=Add) for i in range(300))
     assert [reply.amount for reply in await asyncio.gather(*asks)] == list(range(300))
     assert len(answered) == 300 and answered == sorted(answered)
     for monitor in monitors:
@@ -366,12 +366,12 @@ async def test_a_killed_process_is_told_to_everyone_who_depends_on_it(system: Ac
     listener = await system.spawn(Listener, heard)
     async with other_process(system) as pid:
         far = system.ref("rank1/counter")
-        assert (await far.ask(Add(2), timeout=10, reply=Total)).value == 2
+        assert (await far.ask(Add(2), timeout=120, reply=Total)).value == 2
         bystander = await system.spawn(Counter, name="bystander")
         monitor = system.monitor(far, to=listener)
-        watched = asyncio.create_task(monitor.down(timeout=10))
+        watched = asyncio.create_task(monitor.down(timeout=120))
         pending = [asyncio.create_task(far.ask(Hold(), timeout=60)) for _ in range(20)]
-        first = await system.monitor(system.ref("rank1/nobody")).down(timeout=10)
+        first = await system.monitor(system.ref("rank1/nobody")).down(timeout=120)
         assert first.reason.kind is ReasonKind.NO_ACTOR
         os.kill(pid, signal.SIGKILL)
         for outcome in await asyncio.gather(*pending, return_exceptions=True):

@@ -121,13 +121,13 @@ def actor_of(system: ActorSystem, name: str) -> Counter:
 
 async def test_names_groups_spawns_and_references_work_over_all_nodes(nodes: Nodes) -> None:
     one, two, three = await nodes.linked(1, 2, 3)
-    ref = await one.spawn_on("node3", Counter, name="far", timeout=10)
+    ref = await one.spawn_on("node3", Counter, name="far", timeout=120)
     assert ref.process == "node3"
     await two.register("sum", two.ref("node3/far"))
     for system in (one, two, three):
         found = await system.whereis("sum")
         assert found == ref and found is not None
-        await found.ask(Add(2), reply=Total, timeout=10)
+        await found.ask(Add(2), reply=Total, timeout=120)
     group = await one.group("counters")
     for system in (one, two, three):
         await group.join(one.ref(f"{system.name}/counter"))
@@ -135,9 +135,9 @@ async def test_names_groups_spawns_and_references_work_over_all_nodes(nodes: Nod
     await until(lambda: len(seen.members) == 3)
     assert await seen.broadcast(Add(5)) == {}
     for member in seen.members:
-        assert await member.ask(Add(0), reply=Total, timeout=10) == Total(5)
+        assert await member.ask(Add(0), reply=Total, timeout=120) == Total(5)
     with pytest.raises(UnknownActorClass):
-        await one.spawn_on("node2", "os:system", timeout=10)
+        await one.spawn_on("node2", "os:system", timeout=120)
 
 
 async def test_a_node_that_is_lost_is_told_of_once_and_its_actors_end(nodes: Nodes) -> None:
@@ -145,7 +145,7 @@ async def test_a_node_that_is_lost_is_told_of_once_and_its_actors_end(nodes: Nod
     one, two, three = await nodes.linked(1, 2, 3)
     watcher = actor_of(one, "counter")
     there = one.ref((await three.spawn(Counter, name="there")).address)
-    lasting = await one.spawn_on("node3", Counter, name="linked", timeout=10)
+    lasting = await one.spawn_on("node3", Counter, name="linked", timeout=120)
     await one.register("there", there)
     found = await two.whereis("there")
     assert found is not None
@@ -154,7 +154,7 @@ async def test_a_node_that_is_lost_is_told_of_once_and_its_actors_end(nodes: Nod
     monitors = [two.monitor(found), one.monitor(there)]
     nodes.cluster.nodes[3].die()
     for monitor in monitors:
-        down = await monitor.down(timeout=20)
+        down = await monitor.down(timeout=120)
         assert down.reason.kind is ReasonKind.LOST and "node3 lost" in down.reason.text
     await nodes.linked(1, 2)
     await until(lambda: not three.peers)
@@ -182,13 +182,13 @@ async def test_a_link_that_breaks_between_two_members_is_made_again(nodes: Nodes
     two.detach("node1", "a test cuts it")
     await nodes.linked(1, 2, 3)
     for system in (one, two, three):
-        found = await system.whereis("sum", timeout=20)
+        found = await system.whereis("sum", timeout=120)
         assert found is not None
-        await found.ask(Add(1), timeout=10)
+        await found.ask(Add(1), timeout=120)
     nodes.add()
     four = (await nodes.linked(1, 2, 3, 4))[3]
-    found = await four.whereis("sum", timeout=20)
-    assert found is not None and await found.ask(Add(0), timeout=10) == Total(3)
+    found = await four.whereis("sum", timeout=120)
+    assert found is not None and await found.ask(Add(0), timeout=120) == Total(3)
 
 
 async def test_a_start_that_fails_is_told(nodes: Nodes) -> None:
@@ -223,11 +223,11 @@ async def test_a_script_is_found_by_all_and_again_once_its_link_is_back(nodes: N
         await stay(script, nodes)
         await script.spawn(Counter, name="counter")
         address = f"{script.name}/counter"
-        answers = [await system.ref(address).ask(Add(1), reply=Total, timeout=20) for system in systems]
+        answers = [await system.ref(address).ask(Add(1), reply=Total, timeout=120) for system in systems]
         assert [answer.value for answer in answers] == [1, 2, 3]
         monitor = systems[0].monitor(systems[0].ref(address))
         systems[1].dismiss(script.name, script.incarnation, "cut")
-        down = await monitor.down(timeout=20)
+        down = await monitor.down(timeout=120)
         assert down.reason.kind is ReasonKind.LOST, "its node says that it is gone, though its link stands"
         async with asyncio.timeout(120):
             while (await heard(systems[2], address)) is None:
@@ -235,12 +235,12 @@ async def test_a_script_is_found_by_all_and_again_once_its_link_is_back(nodes: N
     finally:
         await script.stop()
     with pytest.raises(PeerLost, match="has ended"):
-        await systems[0].ref(address).ask(Add(1), timeout=20)
+        await systems[0].ref(address).ask(Add(1), timeout=120)
 
 
 async def heard(system: ActorSystem, address: str) -> Total | None:
     """An answer from there, if it is found."""
     try:
-        return await system.ref(address).ask(Add(1), reply=Total, timeout=20)
+        return await system.ref(address).ask(Add(1), reply=Total, timeout=120)
     except PeerLost:
         return None

@@ -53,7 +53,7 @@ async def up(system: ActorSystem, supervisor: Ref, name: str, starts: int) -> No
     """Wait until the child has been started that often, and runs."""
     async with asyncio.timeout(60):
         while True:
-            children = await supervisor.ask(WhichChildren(), reply=Children, timeout=10)
+            children = await supervisor.ask(WhichChildren(), reply=Children, timeout=120)
             if any(c[0] == name and c[1] == "running" and c[2] >= starts for c in children.children):
                 return
 
@@ -68,11 +68,11 @@ async def test_a_worker_has_a_device_and_moves_to_another_when_it_fails(
     supervisor = await system.supervise([workers.child("w")], intensity=20, back_off=SOON)
     first = worker(system, "w")
     assert first.place == "dev0" and first.process is not None
-    teller = await system.spawn_on("w", "programs.actors.device_kinds:Teller", name="teller", timeout=20)
-    here = await teller.ask(device_kinds.Where(), timeout=10)
+    teller = await system.spawn_on("w", "programs.actors.device_kinds:Teller", name="teller", timeout=120)
+    here = await teller.ask(device_kinds.Where(), timeout=120)
     assert (here.pid, here.cores) == (first.process.pid, [CORE])
     (tmp_path / "sick0").touch()
-    checked = await system.ref(f"w/{CHECK}").ask(CheckDevice(), reply=DeviceChecked, timeout=10)
+    checked = await system.ref(f"w/{CHECK}").ask(CheckDevice(), reply=DeviceChecked, timeout=120)
     assert checked.problem == "it is sick"
     os.kill(first.process.pid, signal.SIGKILL)
     await up(system, supervisor, "w", 2)

@@ -113,7 +113,7 @@ class FailsToStart(Counter2, remote=True, version=4):
 
 
 async def version(ref: Ref) -> int:
-    return (await ref.ask(Read(), reply=Sum, timeout=10.0)).version
+    return (await ref.ask(Read(), reply=Sum, timeout=120.0)).version
 
 
 def actor_of(system: ActorSystem, name: str) -> Any:
@@ -155,7 +155,7 @@ async def test_actors_change_between_two_messages_and_nothing_is_lost(system: Ac
     over.set()
     await loading
     assert done.actors == 2 and done.processes == ("rank0",)
-    assert await counter.ask(Read(), reply=Sum, timeout=10.0) == Sum(sent, 2)
+    assert await counter.ask(Read(), reply=Sum, timeout=120.0) == Sum(sent, 2)
     assert await version(idle) == 2
     after = actor_of(system, "counter")
     assert after.numbers == list(range(sent)) and after.came_from == 1 and not hasattr(after, "seen")
@@ -168,8 +168,8 @@ async def test_a_version_that_crashes_is_taken_back_and_its_message_is_handled(s
     other = await system.spawn(Counter, name="other")
     upgrading = asyncio.create_task(system.upgrade(Counter, Breaks, probation_s=LONG_S))
     await until_on_probation(upgrading, system)
-    answers = [await counter.ask(Add(n), reply=Sum, timeout=10.0) for n in range(20)]
-    await other.ask(Add(7), timeout=10.0)
+    answers = [await counter.ask(Add(n), reply=Sum, timeout=120.0) for n in range(20)]
+    await other.ask(Add(7), timeout=120.0)
     with pytest.raises(UpgradeUndone, match=r"rank0/counter Add: RuntimeError: unlucky.*version 1"):
         await upgrading
     assert [answer.value for answer in answers] == list(range(1, 21)), "each counted once"
@@ -184,7 +184,7 @@ async def test_what_only_the_new_version_understands_fails_and_nothing_else_does
     upgrading = asyncio.create_task(system.upgrade(Counter, Breaks, probation_s=LONG_S))
     await until_on_probation(upgrading, system)
     with pytest.raises(ActorFailed, match="runs version 1 again"):
-        await counter.ask(Extra(), timeout=10.0)
+        await counter.ask(Extra(), timeout=120.0)
     with pytest.raises(UpgradeUndone):
         await upgrading
     assert await version(counter) == 1
@@ -209,14 +209,14 @@ async def test_what_was_spawned_on_a_probation_that_failed_says_nothing_of_the_n
     await until_on_probation(upgrading, system)
     fresh = await system.spawn(Counter, name="fresh")
     with pytest.raises(ActorFailed):
-        await counter.ask(Extra(), timeout=10.0)
+        await counter.ask(Extra(), timeout=120.0)
     with pytest.raises(UpgradeUndone):
         await upgrading
     await system.upgrade(Counter, Steady, probation_s=PROBATION_S)
     assert type(actor_of(system, "fresh")) is Steady
     monitor = system.monitor(fresh)
     system.exit(fresh, Reason(ReasonKind.FAILED, "test"))
-    await monitor.down(timeout=10.0)
+    await monitor.down(timeout=120.0)
     await system.spawn(Counter, name="fresh")
     assert type(actor_of(system, "fresh")) is Steady
 
@@ -225,14 +225,14 @@ async def test_after_the_probation_a_crash_is_a_crash(system: ActorSystem) -> No
     counter = await system.spawn(Counter, name="counter")
     await system.upgrade(Counter, Breaks, probation_s=PROBATION_S)
     with pytest.raises(ActorFailed, match="unlucky"):
-        await counter.ask(Add(13), timeout=10.0)
+        await counter.ask(Add(13), timeout=120.0)
 
 
 async def test_a_supervisor_restarts_the_version_that_holds(system: ActorSystem) -> None:
     await system.supervise([ChildSpec(name="counter", actor=Counter)], intensity=10)
     await system.upgrade(Counter, Breaks, probation_s=PROBATION_S)
     with pytest.raises(ActorFailed):
-        await system.ref("counter").ask(Add(13), timeout=10.0)
+        await system.ref("counter").ask(Add(13), timeout=120.0)
     await until(lambda: system.find("counter", 0) is not None)
     assert type(actor_of(system, "counter")) is Breaks
 
@@ -260,7 +260,7 @@ async def test_the_canary_changes_first_and_if_it_crashes_the_others_never_do(pa
     )
     await until_on_probation(upgrading, here)
     assert Counter not in CodeBook.of(there).newer
-    assert (await canary.ask(Add(13), reply=Sum, timeout=10.0)).version == 1
+    assert (await canary.ask(Add(13), reply=Sum, timeout=120.0)).version == 1
     with pytest.raises(UpgradeUndone, match=r"rank0: .*unlucky"):
         await upgrading
     assert type(actor_of(there, "counter")) is Counter and CodeBook.of(there).newer == {}
@@ -280,8 +280,8 @@ async def test_all_processes_change_and_a_crash_in_the_second_stage_takes_all_ba
     )
     await until_on_probation(upgrading, here)
     await until_on_probation(upgrading, there)
-    assert (await here.ref("counter").ask(Add(1), reply=Sum, timeout=10.0)).version == 3
-    assert (await remote.ask(Add(13), reply=Sum, timeout=10.0)).version == 2
+    assert (await here.ref("counter").ask(Add(1), reply=Sum, timeout=120.0)).version == 3
+    assert (await remote.ask(Add(13), reply=Sum, timeout=120.0)).version == 2
     with pytest.raises(UpgradeUndone, match="rank1: "):
         await upgrading
     assert await version(here.ref("counter")) == 2 and actor_of(here, "counter").numbers == [1]
@@ -423,15 +423,15 @@ async def test_answers_owed_outlive_the_change_and_a_crash_after_putting_one_off
     system: ActorSystem,
 ) -> None:
     clerk = await system.spawn(Clerk, name="clerk")
-    first = asyncio.create_task(clerk.ask(Hold(), reply=Sum, timeout=10.0))
+    first = asyncio.create_task(clerk.ask(Hold(), reply=Sum, timeout=120.0))
     await until(lambda: bool(actor_of(system, "clerk").owed))
     upgrading = asyncio.create_task(system.upgrade(Clerk, Clerk2, probation_s=LONG_S))
     await until(lambda: type(actor_of(system, "clerk")) is Clerk2)
-    second = asyncio.create_task(clerk.ask(Hold(), reply=Sum, timeout=10.0))
+    second = asyncio.create_task(clerk.ask(Hold(), reply=Sum, timeout=120.0))
     with pytest.raises(UpgradeUndone, match="changed its mind"):
         await upgrading
     assert len(actor_of(system, "clerk").owed) == 2
-    await clerk.ask(Free(), timeout=10.0)
+    await clerk.ask(Free(), timeout=120.0)
     assert (await first, await second) == (Sum(0, 1), Sum(0, 1))
 
 
@@ -484,5 +484,5 @@ async def test_messages_of_the_older_contract_that_wait_are_handled_by_the_newer
     await upgrading
     await pad.tell(NoteWithTime("after", 7))
     await pad.tell(Note("late"))
-    await pad.ask(Hold(), timeout=10.0)
+    await pad.ask(Hold(), timeout=120.0)
     assert actor.notes == ["before", ("waits", -1), ("after", 7), ("late", -1)]

@@ -74,9 +74,11 @@ class Rank:
         return lambda: c.all_reduce(x, out=out)
 
     def _zeros(self, *shape: int) -> Array:
+        found: Array
         if self._foreign:
-            return written_zeros(*shape)
-        found: Array = self._arena.empty(shape, np.float32)
+            found = written_zeros(*shape)
+            return found
+        found = self._arena.empty(shape, np.float32)
         found.fill(0)
         return found
 

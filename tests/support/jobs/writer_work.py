@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -37,14 +38,19 @@ class WriterWork:
             assert ended, f"expected {count} x {kind.__name__}, found {self._ends}"
 
 
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> WriterWork:
-    """Return the work of this test's writers."""
-    counted, ended = WriterWork(), CheckpointWriter._ended
+def counted(replace: Callable[[object, str, object], None] = setattr) -> WriterWork:
+    """Return the work of all writers of this process from now on. replace: sets an attribute."""
+    work, ended = WriterWork(), CheckpointWriter._ended
 
     def noted(writer: CheckpointWriter, begun: Begun, event: Ended) -> None:
         ended(writer, begun, event)
-        counted.note(type(event))
+        work.note(type(event))
 
-    monkeypatch.setattr(CheckpointWriter, "_ended", noted)
-    return counted
+    replace(CheckpointWriter, "_ended", noted)
+    return work
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> WriterWork:
+    """Return the work of this test's writers."""
+    return counted(monkeypatch.setattr)

@@ -7,7 +7,7 @@ import mmap
 import os
 import signal
 import subprocess
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -350,7 +350,7 @@ async def test_a_host_that_cannot_write_gives_up_and_leaves_nothing(quick: None,
 
 
 @contextmanager
-def small_disk(nbytes: int) -> Iterator[Path]:
+def small_disk(nbytes: int) -> Generator[Path]:
     """A file system of so many bytes, in the mount namespace of a process, seen from here."""
     mount = f"mount -t tmpfs -o size={nbytes},mode=1777 tmpfs /mnt && echo mounted && read -r _"
     with subprocess.Popen(
@@ -367,6 +367,7 @@ def small_disk(nbytes: int) -> Iterator[Path]:
         process.stdin.close()
 
 
+@pytest.mark.optional
 async def test_a_full_disk_is_told_once_and_the_checkpoint_follows_when_there_is_room(
     quick: None, tmp_path: Path
 ) -> None:

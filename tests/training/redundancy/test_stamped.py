@@ -102,7 +102,7 @@ def test_what_is_listed_as_whole_is_what_was_written(at: int, mask: int) -> None
     """As `zbmd snapshots` does, any change of a byte."""
     memory = written()
     memory[at] ^= mask
-    found = slots_in(memoryview(memory).toreadonly())
+    found = slots_in(memoryview(memory.data).toreadonly())
     if found is None:
         assert at < NAME.size
         return
@@ -123,7 +123,7 @@ def at_slot(memory: NDArray[np.uint8], slot: int) -> bytes:
 
 @pytest.mark.parametrize(("times", "place"), list(product((1, 2, 3), (0, LENGTH - 1))))
 def test_a_note_may_be_amended_by_one_number_at_a_time(times: int, place: int) -> None:
-    """Whoever is killed between the new seal and the number has the note from before."""
+    """A process that is killed between the new seal and the number leaves the note from before."""
     memory = written()
     slots = StampedSlots(memory, STATE)
     for number in range(times):

@@ -61,7 +61,7 @@ from zbmd.transport.handshake.cookie import load_or_create_cookie
 from zbmd.transport.host import process as descriptors
 from zbmd.transport.identity import Identity
 from zbmd.transport.memory.arena import arena_joined, arena_left
-from zbmd.transport.memory.kept import ENDING_MS_MAX, RUN_ENDING_MS_MAX, exclusively, take_kept_fd
+from zbmd.transport.memory.kept import exclusively, take_kept_fd
 from zbmd.transport.memory.segment import PeerMemory, PeerSegment, Segment
 from zbmd.transport.native._native import now_ns
 from zbmd.transport.shm.connect import Endpoint, dial
@@ -542,9 +542,8 @@ async def join(
     capture = ProcessCapture(identity, clock, CaptureSettings.read(os.environ, job=environment.job))
     descriptors.make_room(environment.world_size)
     try:
-        wait_ms = RUN_ENDING_MS_MAX if environment.resumes else ENDING_MS_MAX
         taken = None if leaves_kept else take_kept_fd(os.environ, wanted=outlives)
-        with exclusively(taken, wait_ms=wait_ms) as kept_fd:
+        with exclusively(taken) as kept_fd:
             segment = Segment.create(
                 slot=environment.rank,
                 incarnation=environment.incarnation,

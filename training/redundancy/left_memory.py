@@ -29,9 +29,6 @@ from zbmd.training.redundancy.stamped import (
 from zbmd.transport.errors import PeerLost, RemoteProtocolError
 from zbmd.transport.memory.kept import KeptMemory, block_of, exclusively
 
-DEAD_ENDING_MS_MAX: Final = 5_000
-"""Within that the kernel ends a rank that is known to be dead, on a busy machine, too."""
-
 log: Final = structlog.stdlib.get_logger("zbmd.redundancy")
 
 
@@ -110,7 +107,7 @@ def left_by_dead(worker: Worker, living: Collection[int], known: int) -> list[Fo
 
 def _left_in(memory: int, job: int, known: int) -> list[FoundState]:
     found = list[FoundState]()
-    with exclusively(os.dup(memory), wait_ms=DEAD_ENDING_MS_MAX) as ended:
+    with exclusively(os.dup(memory)) as ended:
         if ended is None:
             return found
         try:

@@ -28,12 +28,10 @@ from zbmd.transport.memory.memfd import TABLE_BYTES, grow_memfd
 KEPT_FDS_VARIABLE: Final = "ZBMD_KEPT_FDS"
 """Descriptors of a rank that was launched: the memfd in which it is to have its arena, and the pidfd of the
 process before it, if that is still ending."""
-ENDING_MS_MAX: Final = 5_000
+ENDING_MS_MAX: Final = 30_000
 """Within that the kernel ends a process that was killed, but for one that is stuck in a system call: 3 GiB in
-0.3 s on an idle machine, and in more where others have the processors, since the process itself frees its
+0.3 s on an idle machine, and in 4 to 11 s where others have the processors: the process itself frees its
 memory. A state whose ranks are all killed at once has no other copy."""
-RUN_ENDING_MS_MAX: Final = 30_000
-"""Within that a whole run that was killed, with memory that has no other copy."""
 LOCK_LOOK_MS: Final = 5
 NAME_BYTES: Final = 48
 _ENTRY: Final = struct.Struct(f"<{NAME_BYTES}s2Q")  # name, offset from the table, bytes
@@ -394,7 +392,7 @@ class KeptFile(KeptMemory):
         """See `KeptMemory`: they are allocated with their block."""
 
 
-def take_kept_file(environment: MutableMapping[str, str], *, wait_ms: int) -> KeptFile | None:
+def take_kept_file(environment: MutableMapping[str, str], *, wait_ms: int = ENDING_MS_MAX) -> KeptFile | None:
     """Return the memory that outlives this process, for blocks alone; None if it was given none.
 
     No other process has it while this one lives: what it forks lets go of the lock. Waits for the processes

@@ -76,8 +76,6 @@ torch: Any = importlib.import_module("torch")
 
 log: Final = structlog.stdlib.get_logger("zbmd.torch")
 
-ENDING_MS_MAX: Final = 30_000
-"""Within that the kernel ends the processes of a run that was killed, and workers of loaders notice."""
 PIECE_BYTES: Final = 1 << 18
 """Read for the digest at once, and copied while the processor's cache has it."""
 _LENGTH: Final = struct.Struct("<Q")
@@ -510,7 +508,7 @@ def _taken() -> _Store | None:
     """Return the memory that outlives this process; None if it was given none, or if there is no more."""
     if not _stores:
         try:
-            kept = take_kept_file(os.environ, wait_ms=ENDING_MS_MAX)
+            kept = take_kept_file(os.environ)  # workers of loaders have it, too, until they notice
         except (OutOfMemory, OSError) as error:
             log.warning("no memory outlives this rank", reason=str(error))
             return None

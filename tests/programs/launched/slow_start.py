@@ -18,7 +18,7 @@ async def main() -> None:
         if worker.incarnation == 1 and worker.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         await worker.view(after=1)
-        print("epoch", worker.epoch, flush=True)
+        print("incarnation", worker.incarnation, flush=True)
 
 
 zbmd.run(main())

@@ -32,4 +32,4 @@ def test_another_one_is_tried_after_it(launcher: Launcher) -> None:
 def test_a_slow_import_is_no_failure_whatever_the_budget(launcher: Launcher) -> None:
     ended = launcher.run("run", "-n", "2", "--recovery-budget", "100ms", SLOW, "1")  # 10 budgets
     assert ended.code == 0, ended
-    assert sorted(ended.out) == ["[rank0]: epoch 2", "[rank1]: epoch 2"], ended
+    assert sorted(ended.out) == ["[rank0]: incarnation 1", "[rank1]: incarnation 2"], ended

@@ -286,7 +286,8 @@ SETTINGS = (
         parse=parse_preflight,
         default=False,
         metavar="on|off",
-        help="measure this host first; if it is not fit, start nothing and exit with code 75",
+        help="measure hosts first, and again before ranks start again together or on a host that has come; "
+        "one that is not fit gets no ranks and exits with code 75",
         switch=True,
     ),
     *LAUNCH_SETTINGS,

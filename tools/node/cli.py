@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zbmd.actors.bootstrap.merge import Bootstrap
     from zbmd.tools.cli.launch_settings import Settings
     from zbmd.tools.node.guard.guards import Guards
-    from zbmd.tools.node.preflight.driver import OwnSpeed
+    from zbmd.tools.node.preflight.host import MeasuredHost
     from zbmd.tools.node.recorder import LaunchRecorder
     from zbmd.tools.node.run import JobCommand
 
@@ -33,6 +33,7 @@ examples:
   srun --ntasks-per-node=1 zbmd-node run train.py   on all nodes of a Slurm step
   srun --ntasks-per-node=1 zbmd-node run --explain train.py   what Slurm says of the nodes
   zbmd-node run --on-loss shrink train.py   go on without a lost rank instead of replacing it
+  zbmd-node run --nnodes 4:5 --rdzv-endpoint node0:29400 --preflight train.py   on fit hosts only
   zbmd-node run --dashboard 127.0.0.1:7380 train.py   with pages on its runs
   zbmd-node run --capture run.zlog train.py   record every input, for zbmd replay run.zlog
   zbmd-node run --config job.toml --show-config train.py
@@ -173,18 +174,18 @@ def begun(
     bootstrap: Bootstrap,
     variables: Mapping[str, str],
     record: LaunchRecorder,
-    speed: OwnSpeed | None = None,
+    host: MeasuredHost | None = None,
 ) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     """Fork the template of this host's ranks; return what runs them there, to the exit code.
 
-    variables: for the ranks; record: takes what becomes of them; speed: of this host, if it was measured.
+    variables: for the ranks; record: takes what becomes of them; host: what was measured of this one.
     Call it on the main thread, ahead of any loop; see `fork_template`.
     """
     from zbmd.tools.node.dashboard import opened
 
     dashboard = opened(settings["dashboard"])  # ahead of the fork: ranks have to know where to announce runs
     record.listen()
-    running = _forked(job, settings, bootstrap, variables, record, speed)
+    running = _forked(job, settings, bootstrap, variables, record, host)
     return running if dashboard is None else dashboard.beside(running)
 
 
@@ -194,7 +195,7 @@ def _forked(
     bootstrap: Bootstrap,
     variables: Mapping[str, str],
     record: LaunchRecorder,
-    speed: OwnSpeed | None,
+    host: MeasuredHost | None,
 ) -> Callable[[Guards | None], Coroutine[Any, Any, int]]:
     from zbmd.actors.bootstrap.merge import Role
     from zbmd.actors.process.early_template import fork_template
@@ -216,37 +217,10 @@ def _forked(
     from zbmd.tools.node import run_many
 
     plan = run_many.NodeRun(
-        job=job, settings=settings, bootstrap=bootstrap, variables=variables, record=record, speed=speed
+        job=job, settings=settings, bootstrap=bootstrap, variables=variables, record=record, host=host
     )
     template = fork_template(preload_of(plan.job, plan.settings), run_many.local_variables(plan))
     return lambda guards: run_many.run_over_nodes(plan, template, guards)
-
-
-def fit_to_run() -> OwnSpeed | None:
-    """Measure this host (`--preflight`), and print the result; return its speed, None if it is not fit."""
-    import statistics
-
-    from zbmd.tools.doctor.checks import limit_findings
-    from zbmd.tools.doctor.command import lines_of
-    from zbmd.tools.doctor.probes import judge, measure_host
-    from zbmd.tools.doctor.report import FindingState, Section
-    from zbmd.tools.node.preflight.driver import OwnSpeed
-    from zbmd.transport.host.topology import read_topology
-
-    speed = OwnSpeed(0.0, 0.0)
-    try:
-        found = measure_host(Path.cwd())
-        speed = OwnSpeed(statistics.median(one.flops_per_s for one in found.cpus), found.memory_per_s)
-        findings = [*judge(found), *limit_findings(read_topology())]
-    except UserError as error:
-        findings = [Section.SPEED.not_ok("preflight", str(error), "do not use this host")]
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"zbmd-node: preflight {lines_of(finding, width, None)}", file=sys.stderr)
-    bad = [finding.name for finding in findings if finding.state is FindingState.NOT_OK]
-    if bad:
-        print(f"zbmd-node: this host does not take part: {', '.join(bad)}", file=sys.stderr)
-    return None if bad else speed
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -288,6 +262,7 @@ def _run_recorded(job: JobCommand, settings: Settings, bootstrap: Bootstrap, rec
     from zbmd.actors.bootstrap.merge import Role
     from zbmd.actors.process.exit import ending_at_broken_invariant
     from zbmd.tools.cli import launch
+    from zbmd.tools.node.preflight.host import measured_host
     from zbmd.tools.node.run import OWN_JOBS, check, check_own
 
     check(job, settings)
@@ -298,11 +273,11 @@ def _run_recorded(job: JobCommand, settings: Settings, bootstrap: Bootstrap, rec
     if bootstrap.role is Role.ALONE:
         check_own(job, settings)
         launch.check_master_port(settings, os.environ)
-    speed = fit_to_run() if settings["preflight"] else None
-    if settings["preflight"] and speed is None:
+    host = measured_host() if settings["preflight"] else None
+    if settings["preflight"] and host is None:
         record.end("refused", "--preflight found this host not fit", exit_code=REQUEUE_EXIT_CODE)
         return REQUEUE_EXIT_CODE
-    running = begun(job, settings, bootstrap, variables, record, speed)
+    running = begun(job, settings, bootstrap, variables, record, host)
     return uvloop.run(ending_at_broken_invariant(running(None)))
 
 

@@ -35,7 +35,7 @@ from zbmd.actors.cluster.jobs.reports import HostEvent
 from zbmd.actors.cluster.node.contracts import RUN_CHARACTERS_MAX
 from zbmd.actors.cluster.node.incarnations import NodeConfig
 from zbmd.actors.cluster.node.join import JoinFailed, JoinTimedOut, ask_admission
-from zbmd.actors.cluster.state.job_table import JobSpec
+from zbmd.actors.cluster.state.job_table import JobSpec, Submit
 from zbmd.actors.cluster.state.node_id import Node, NodeKey
 from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
@@ -50,7 +50,8 @@ from zbmd.tools.cli.launch_settings import Settings
 from zbmd.tools.cli.settings import DEFAULT
 from zbmd.tools.node.guard.guards import GuardEvent, GuardLost, Guards, GuardSignalled, StopRequests, hearing
 from zbmd.tools.node.narration import RunTeller
-from zbmd.tools.node.preflight.driver import HostSurvey, OwnSpeed
+from zbmd.tools.node.preflight.driver import HostSurvey
+from zbmd.tools.node.preflight.host import MeasuredHost
 from zbmd.tools.node.recorder import LaunchRecorder
 from zbmd.tools.node.run import (
     JobCommand,
@@ -79,7 +80,7 @@ class NodeRun:
     """Task of one node in a run over several. variables: for ranks, as this node sets them.
 
     on_began: takes the address of this node each time that it begins; record: what becomes of its ranks;
-    speed: of this host, as `--preflight` has measured it.
+    host: this one, as `--preflight` has measured it.
     """
 
     job: JobCommand
@@ -88,7 +89,7 @@ class NodeRun:
     variables: Mapping[str, str]
     on_began: Callable[[str], None] | None = None
     record: LaunchRecorder | None = None
-    speed: OwnSpeed | None = None
+    host: MeasuredHost | None = None
 
     @property
     def patience_ns(self) -> int:
@@ -289,7 +290,6 @@ class _NodeRun(OneJobNode):
         self._local = local_variables(plan)
         self._teller = RunTeller(console, lambda: self.jobs.ranks(spec.job), plan.record)
         self._members: tuple[Node, ...] = ()
-        self._surveying: asyncio.Task[None] | None = None
         self._compared = self._was_stopped = False
         founds = config.founds or (plan.bootstrap.role is Role.STORE and config.new)
         super().__init__(
@@ -301,7 +301,15 @@ class _NodeRun(OneJobNode):
             captured=CaptureSettings.read(self._local, job=spec.job),
             meets_at=plan.bootstrap.join_addresses,
         )
-        self._survey = HostSurvey(self.node, config.listen.host, plan.speed, self._excluded)
+        self._survey = HostSurvey(
+            self.node,
+            spec.job,
+            config.listen.host,
+            plan.host,
+            say=self.say,
+            excluded=self._excluded,
+            fails=self.fails,
+        )
 
     def hosting(self) -> JobHost:
         """See `OneJobNode`."""
@@ -339,18 +347,8 @@ class _NodeRun(OneJobNode):
         return dataclasses.replace(self.spec, environment=tuple(sorted(environment.items())))
 
     def gives(self) -> None:
-        """See `OneJobNode`: with `--preflight`, once the hosts have been measured together."""
-        if self._plan.settings["preflight"]:
-            self._surveying = self.loop.create_task(self._give_to_good_hosts())
-        else:
-            super().gives()
-
-    async def _give_to_good_hosts(self) -> None:
-        try:
-            await self._survey.leave_good(self.spec.nodes_min, self.say)
-            super().gives()
-        except Exception as error:  # noqa: BLE001 (given to whoever awaits `live`)
-            self.fails(error)
+        """See `OneJobNode`: with `--preflight`, hosts get ranks once they were measured together."""
+        self.node.command(Submit(spec=self.given(), preflight=self._plan.settings["preflight"]))
 
     def _excluded(self, reason: str) -> None:
         words = f"preflight: this host does not take part: {reason}"
@@ -362,11 +360,11 @@ class _NodeRun(OneJobNode):
 
     def sees(self, view: ClusterView) -> None:
         """See `OneJobNode`."""
-        self._survey.seen.set()
         if view.nodes != self._members and self.machine.state is not o.SingleJobState.LEAVING:
             self.say(_members_in_words(self._members, view.nodes, self.node.me))
             self._end_without_a_guard(view)
             self._members = view.nodes
+        self._survey.sees(view)
         self._compare(view)
 
     def began(self, me: Node) -> None:
@@ -410,8 +408,6 @@ class _NodeRun(OneJobNode):
         finally:
             if superseded is not None:
                 superseded.remove_done_callback(self._superseded)
-            if self._surveying is not None:
-                self._surveying.cancel()
             await self._survey.close()
             self.capture.close("the run is over")
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, assert_never
 
+import msgspec
 import structlog
 import uvloop
 
@@ -115,7 +116,7 @@ class ClusterNode:
     def command(self, order: Order) -> int:
         """See `ClusterPort`."""
         if isinstance(order, Submit):
-            order = Submit(spec=with_domains(order.spec, self._view.nodes))
+            order = msgspec.structs.replace(order, spec=with_domains(order.spec, self._view.nodes))
         me, problem = self.me, problem_of(order)
         if not problem and self._ordered - self._view.jobs.applied(me.key) >= ORDERS_WAITING_MAX:
             problem = f"{ORDERS_WAITING_MAX} commands of {me} are pending already; try again later"

@@ -10,6 +10,9 @@
     few nodes are left for the job. More than `max_restarts` restarts within the window end the job, and so
     does a failure that repeats, as below. The loss of a node is not a failure of its ranks and costs no
     restart.
+    - With `preflight` a node that holds no slot gets one only while its check holds (`HostsChecked`): it was
+    measured since the job's ranks were last stopped together, not too long ago, and was found fit. A rank
+    that is restarted where it ran needs no check, so its recovery takes no longer.
     - A job's view changes once no rank of it is starting, so that failures that come together cost one view.
 
 Commands are applied one after the other, and the table is put in order after each: how commands are batched
@@ -46,6 +49,8 @@ from zbmd.actors.cluster.state.job_table import (
     TABLE_RANKS_MAX,
     Command,
     CommandRefusal,
+    HostCheck,
+    HostsChecked,
     Job,
     JobPhase,
     JobTable,
@@ -135,12 +140,14 @@ def after_change(
         origins = tuple(origin for origin in origins if origin.node not in removed)
     table = JobTable(jobs=table.jobs, origins=origins, age_ns=table.age_ns + elapsed_ns)
     if table.jobs:
-        table = _with_jobs(table, [_without_nodes(job, removed) for job in table.jobs])
+        table = _with_jobs(
+            table, [_without_checks_of(_without_nodes(job, removed), removed) for job in table.jobs]
+        )
         table = _in_order(table, members)
     present = frozenset(members) if commands else frozenset[NodeKey]()
     for command in commands:
         if command.origin in present and command.number == table.applied(command.origin) + 1:
-            table = _in_order(_apply(table, command), members)
+            table = _in_order(_apply(table, command, present), members)
     return _with_jobs(table, [_settled(job, epoch) for job in table.jobs])
 
 
@@ -171,6 +178,12 @@ def _without_nodes(job: Job, removed: Collection[NodeKey]) -> Job:
     if job.spec.on_loss is OnLoss.STOP:
         return _failed(job, f"{reason}; on-loss is stop", hosts_fault=True)
     return dataclasses.replace(job, reason=reason)
+
+
+def _without_checks_of(job: Job, removed: Collection[NodeKey]) -> Job:
+    if not any(check.node in removed for check in job.checks):
+        return job
+    return dataclasses.replace(job, checks=tuple(one for one in job.checks if one.node not in removed))
 
 
 def _goes_on(job: Job, removed: Collection[NodeKey]) -> bool:
@@ -218,18 +231,34 @@ def _placed(job: Job, table: JobTable, members: Sequence[NodeKey]) -> Job:
     taken = [number for number in slots if _counts(job.slot(number), wants_node=number in wanted)]
     if job.phase is JobPhase.RUNNING and not wanted and not taken:
         return job  # every rank is lost for good: `_judged` ends it
-    free = _free_nodes(job, table, members, len(wanted)) if wanted else []
+    may = members
+    if job.preflight and wanted:
+        fit = job.fit(table.age_ns)
+        may = [node for node in members if node in fit]
+    free = _free_nodes(job, table, may, len(wanted)) if wanted else []
     here, needed = len(taken) + len(free), job.spec.nodes_min
     shrinks = job.spec.on_loss is OnLoss.SHRINK
     if here < needed and not (shrinks and finished):
         if len(taken) + len(wanted) < needed:
             return _failed(job, f"{needed} nodes are needed; all but {here} slots are lost for good")
-        return _waiting(job, f"{needed} nodes are needed, {here} are here")
+        return _waiting(job, _missing(job, members, here))
     for number, node in zip(wanted, free, strict=False):
         job = _start_in_slot(job, number, node)
     if job.phase is JobPhase.WAITING:
         job = dataclasses.replace(job, phase=JobPhase.RUNNING, reason=f"{here} nodes are here")
     return job
+
+
+def _missing(job: Job, members: Sequence[NodeKey], here: int) -> str:
+    """Return why a job waits that has `here` nodes for its slots."""
+    needed = job.spec.nodes_min
+    if not job.preflight:
+        return f"{needed} nodes are needed, {here} are here"
+    bad = sum(bool(check.problem) for check in job.checks)
+    if len(members) - bad < needed:
+        quarantined = f", and {bad} {'is' if bad == 1 else 'are'} quarantined" if bad else ""
+        return f"{needed} nodes are needed, {len(members) - bad} are here{quarantined}"
+    return f"{needed} nodes are needed; those that are here are being checked (--preflight)"
 
 
 def _wants_node(slot: tuple[RankEntry, ...], *, finished: bool) -> bool:
@@ -284,8 +313,11 @@ def _waiting(job: Job, reason: str) -> Job:
         return job
     ranks = [_ended(entry, SlotState.VACANT) if entry.lives else entry for entry in job.ranks]
     changed = job.unsettled or any(entry.lives for entry in job.ranks)
+    checks = job.checks
+    if job.phase is JobPhase.RUNNING:  # a host may have become slow since it was found fit
+        checks = tuple(check for check in checks if check.problem)
     return dataclasses.replace(
-        _with_ranks(job, ranks, unsettled=changed), phase=JobPhase.WAITING, reason=reason
+        _with_ranks(job, ranks, unsettled=changed), phase=JobPhase.WAITING, reason=reason, checks=checks
     )
 
 
@@ -323,7 +355,7 @@ def _stopping(job: Job, outcome: Outcome, reason: str, *, kill: bool) -> Job:
 # --- commands -------------------------------------------------------------------------------------------
 
 
-def _apply(table: JobTable, command: Command) -> JobTable:
+def _apply(table: JobTable, command: Command, members: Collection[NodeKey]) -> JobTable:
     origin, order = command.origin, command.order
     refused = problem_of(order)
     if not refused:
@@ -343,9 +375,23 @@ def _apply(table: JobTable, command: Command) -> JobTable:
                 job = table.job(job_id)
                 if job is not None and origin in job.nodes():
                     table = _with_job(table, without_causes(job))
+            case HostsChecked(job=job_id):
+                job = table.job(job_id)
+                if job is not None and job.preflight:
+                    table = _with_job(table, _checked(job, order, members, table.age_ns))
             case _:
                 assert_never(order)
     return _noted(table, command, refused)
+
+
+def _checked(job: Job, order: HostsChecked, members: Collection[NodeKey], age_ns: int) -> Job:
+    """Return the job with checks of hosts. One that runs ranks keeps them: it was fit when it got them."""
+    runs = job.nodes()
+    found = {check.node: check for check in job.checks}
+    for node, problem in order.hosts:
+        if node in members and node not in runs:
+            found[node] = HostCheck(node=node, at_ns=age_ns, problem=problem)
+    return dataclasses.replace(job, checks=tuple(found[node] for node in sorted(found)))
 
 
 def _with_news(table: JobTable, origin: NodeKey, order: RankUp | RankDown | RankCause) -> JobTable:
@@ -399,7 +445,8 @@ def _submit(table: JobTable, origin: NodeKey, order: Submit) -> tuple[JobTable, 
         nbytes -= order_bytes(Submit(spec=forgotten.spec))
         ranks_total -= forgotten.spec.world_size
     ranks = tuple(RankEntry(rank=rank) for rank in range(spec.world_size))
-    return _with_jobs(table, [*kept, Job(spec=spec, submitter=origin, ranks=ranks)]), ""
+    job = Job(spec=spec, submitter=origin, ranks=ranks, preflight=order.preflight)
+    return _with_jobs(table, [*kept, job]), ""
 
 
 def _stop(table: JobTable, order: Stop) -> tuple[JobTable, str]:

@@ -58,6 +58,8 @@ MEMORY_ADVICE = (
 )
 STILL_RUNNING = "still running after SIGKILL"
 """The reason of a `RankDown` for a process that the kernel does not end in time."""
+CHECK_HOLDS_NS = 3600 * SECOND_NS
+"""A host that was checked longer ago is checked again before it gets ranks (`HostCheck`)."""
 GRACE_OVER = "killed after --stop-grace"
 """The reason of a `RankDown` for a process that had not ended when the time for it was over."""
 ADDRESS_CHARACTERS_MAX = 256
@@ -181,6 +183,18 @@ class JobPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostCheck:
+    """A host that was measured for a job with `preflight`. at_ns: the table's age then.
+
+    problem: why it gets no ranks; empty: it is fit.
+    """
+
+    node: NodeKey
+    at_ns: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A job in the table. reason: why it is in this phase.
 
@@ -189,7 +203,9 @@ class Job:
     the table's age at each of the restarts that its window holds; kill: end its ranks without asking;
     users_own: it failed for a reason that only its user can mend; together_ns: the table's age when its
     last rank came up; origin: whether a rank has failed since, for a reason of its own; hosts_fault: it
-    failed because a host went or processes of ranks were killed there, and may succeed elsewhere.
+    failed because a host went or processes of ranks were killed there, and may succeed elsewhere;
+    preflight: a host gets ranks only once it was checked; checks: of hosts that are here, in the order of
+    their ids, since the ranks were last stopped together.
     """
 
     spec: JobSpec
@@ -207,6 +223,8 @@ class Job:
     together_ns: int = 0
     origin: bool = False
     hosts_fault: bool = False
+    preflight: bool = False
+    checks: tuple[HostCheck, ...] = ()
 
     @property
     def id(self) -> int:
@@ -230,6 +248,15 @@ class Job:
     def nodes(self) -> frozenset[NodeKey]:
         """Return the nodes that are to run ranks of the job."""
         return frozenset(entry.node for entry in self.ranks if entry.lives and entry.node is not None)
+
+    def check_of(self, node: NodeKey) -> HostCheck | None:
+        """Return the check of a host, however old; None if it has none."""
+        return next((check for check in self.checks if check.node == node), None)
+
+    def fit(self, age_ns: int) -> frozenset[NodeKey]:
+        """Return the hosts whose check allows ranks when the table has that age."""
+        holds_ns = age_ns - CHECK_HOLDS_NS
+        return frozenset(one.node for one in self.checks if not one.problem and one.at_ns >= holds_ns)
 
     def view(self, domains: Mapping[NodeKey, str] = MappingProxyType({})) -> View | None:
         """Return the view that the job's ranks may enter; None while there is none.
@@ -313,9 +340,10 @@ NO_JOBS = JobTable()
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="submit"):
-    """Run a job."""
+    """Run a job. preflight: a host gets ranks only once it was checked (`HostsChecked`)."""
 
     spec: JobSpec
+    preflight: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="stop"):
@@ -376,7 +404,14 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     job: int
 
 
-Order: TypeAlias = Submit | Stop | RankUp | RankDown | RankCause | Relink | Progressed
+class HostsChecked(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="checked"):
+    """Hosts were measured for a job with `preflight`. hosts: each with why it gets no ranks; empty: fit."""
+
+    job: int
+    hosts: tuple[tuple[NodeKey, str], ...]
+
+
+Order: TypeAlias = Submit | Stop | RankUp | RankDown | RankCause | Relink | Progressed | HostsChecked
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -406,6 +441,9 @@ def problem_of(order: Order) -> str:
             found = _too_long("its reason", reason, REASON_CHARACTERS_MAX)
         case RankCause(cause=cause):
             found = _too_long("its cause", cause, REASON_CHARACTERS_MAX)
+        case HostsChecked(hosts=hosts):
+            longest = max((problem for _, problem in hosts), key=len, default="")
+            found = _too_long("its reason", longest, REASON_CHARACTERS_MAX)
         case Relink() | Progressed():
             found = ""
     if found:

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from zbmd.actors.cluster.state.job_rules import after_change
 from zbmd.actors.cluster.state.job_table import (
+    CHECK_HOLDS_NS,
     COMMAND_BYTES_MAX,
     JOBS_MAX,
     MEMORY_CAUSE,
     NO_JOBS,
     TABLE_BYTES_MAX,
     Command,
+    HostsChecked,
     Job,
     JobPhase,
     JobSpec,
@@ -447,13 +449,12 @@ class Play:
         before = self.t.table
         members = set(self.t.nodes)
         kind = self.draw(
-            st.sampled_from(["submit", "up", "up", "up", "down", "down", "stop", "lose", "join"])
+            st.sampled_from(["submit", "up", "up", "up", "down", "down", "stop", "lose", "join", "check"])
         )
         if kind == "submit":
             self.jobs += 1
-            self.t.change(
-                (self.draw(st.sampled_from(self.t.nodes)), Submit(spec=self.draw(specs(self.jobs))))
-            )
+            order = Submit(spec=self.draw(specs(self.jobs)), preflight=self.draw(st.booleans()))
+            self.t.change((self.draw(st.sampled_from(self.t.nodes)), order))
         elif kind == "lose" and len(self.t.nodes) > 1:
             self.t.change(removed=[self.draw(st.sampled_from(self.t.nodes)).id])
         elif kind == "join":
@@ -484,6 +485,10 @@ class Play:
                         )
                         orders.append((entry.node, told))
                     orders.append((entry.node, down))
+            if kind == "check":
+                problem = self.draw(st.sampled_from(["", "", "slow"]))
+                node = self.draw(st.sampled_from(self.t.nodes))
+                orders.append((self.t.nodes[0], HostsChecked(job=job.id, hosts=((node, problem),))))
             if kind == "stop" and self.draw(st.booleans()):
                 orders.append((self.t.nodes[0], Stop(job=job.id, reason="stop")))
         elapsed_ns = self.draw(st.integers(0, 100)) * SECOND_NS
@@ -512,8 +517,56 @@ class Play:
                     assert entry.node == was.node, "what runs on a living node is never moved"
                 if entry.state is SlotState.STARTING and was.state is not SlotState.STARTING:
                     assert entry.incarnation > was.incarnation
+                if job.preflight and entry.lives and entry.node != was.node:
+                    check = job.check_of(entry.node) if entry.node is not None else None
+                    assert check is not None and not check.problem, "it moves to fit hosts only"
                 if was.state in (SlotState.FINISHED, SlotState.LOST):
                     assert entry.state is was.state
+
+
+def checked(t: Table, *hosts: tuple[int, str], elapsed_ns: int = 0) -> None:
+    keys = {key.id: key for key in t.nodes}
+    found = tuple((keys[node], problem) for node, problem in hosts)
+    t.change((t.nodes[0], HostsChecked(job=1, hosts=found)), elapsed_ns=elapsed_ns)
+
+
+def test_with_preflight_hosts_get_ranks_once_they_were_found_fit_and_again_before_a_restart() -> None:
+    t = Table(1, 2, 3)
+    submit = Submit(spec=JobSpec(job=1, target="t", nodes_min=2, nodes_max=2), preflight=True)
+    t.change((t.nodes[0], submit))
+    assert t.job().phase is JobPhase.WAITING and "being checked" in t.job().reason
+    checked(t, (1, ""), (2, "its memory is slow"))
+    assert t.job().phase is JobPhase.WAITING, "one fit host is too few"
+    checked(t, (3, ""))
+    assert t.places() == [1, 3]
+    t.up()
+    t.down(0, -9)
+    assert t.places() == [1, 3] and t.states() == "su", "where it ran it starts again at once"
+    t.up()
+    checked(t, (1, "slow"))
+    assert t.job().check_of(NodeKey(1, 1)).problem == "", "a host that runs ranks is not judged"  # type: ignore[union-attr]
+    t.change(removed=[3])
+    assert t.job().phase is JobPhase.WAITING and "1 is quarantined" in t.job().reason
+    t.change(added=[NodeKey(3, 2)])
+    assert t.job().phase is JobPhase.WAITING, "one that comes back is a host that nobody has checked"
+    checked(t, (3, ""))
+    assert t.job().phase is JobPhase.WAITING, "the check of before the restart counts no more"
+    checked(t, (1, ""))
+    assert t.places() == [1, 3] and t.job().phase is JobPhase.RUNNING
+
+
+def test_a_check_holds_for_a_time() -> None:
+    t = Table(1, 2, 3)
+    submit = Submit(spec=JobSpec(job=1, target="t", nodes_min=1, nodes_max=2), preflight=True)
+    t.change((t.nodes[0], submit))
+    checked(t, (1, ""), (2, ""), (3, ""))
+    t.up()
+    t.change(elapsed_ns=CHECK_HOLDS_NS + 1)
+    t.change(removed=[2])
+    assert t.states() == "uv" and t.job().phase is JobPhase.RUNNING
+    checked(t, (3, ""))
+    assert t.places() == [1, 3]
+    assert problem_of(HostsChecked(job=1, hosts=((NodeKey(1, 1), "x" * 501),)))
 
 
 def test_a_slot_that_has_finished_in_part_is_not_counted_as_two_nodes() -> None:
@@ -550,6 +603,8 @@ def test_any_history(data: st.DataObject) -> None:
 def revive(t: Table) -> None:
     """With nodes enough, whatever is not over comes up."""
     t.change(added=[NodeKey(node_id, 1) for node_id in range(100, 105)])
+    fit = tuple((node, "") for node in t.nodes)
+    t.change(*((t.nodes[0], HostsChecked(job=job.id, hosts=fit)) for job in t.table.jobs))
     for _ in range(20):
         for job in t.table.jobs:
             if job.phase is JobPhase.STOPPING:

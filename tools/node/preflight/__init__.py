@@ -1,5 +1,6 @@
-"""Hosts of one job measured together before it begins: the links between them, and their speeds.
+"""Hosts of one job measured together before they get ranks: the links between them, and their speeds.
 
-`survey` is the machine that chooses pairs and names bad hosts; `links` measures a pair; `driver` sends what
-the machine wants to the nodes of a cluster. Imports actors and transport. Begin with `survey`.
+`gate` is the machine that decides when, and which hosts are fit; `survey` chooses pairs and names bad hosts;
+`host` and `links` measure; `driver` sends what the gate wants to the nodes of a cluster. Imports actors,
+transport and the doctor's probes. Begin with `gate`.
 """

@@ -1,7 +1,8 @@
-"""The driver of a survey, on each node of a run: it sends what the machine wants, and measures links.
+"""The driver of the host gate, on each node of a run: it asks what the machine wants, and measures.
 
-The node that gives the job to the cluster surveys first. Of a pair it asks one node to be measured
-(`ProbeWanted`), which tells the other one where (`ProbeAt`), which tells the result (`ProbeDone`).
+The member that leads asks each host to measure itself (`MeasureWanted`, answered by `HostReport`). Of a pair
+it asks one node to be measured (`ProbeWanted`), which sends the other one where (`ProbeAt`), which reports
+the result (`ProbeDone`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Final, assert_never
 
 import msgspec
 
 from zbmd.actors.cluster.contracts import TEXT_CHARS_MAX
 from zbmd.actors.cluster.port import ClusterPort
-from zbmd.actors.cluster.state.node_id import Node, NodeKey
+from zbmd.actors.cluster.state.job_table import HostsChecked
+from zbmd.actors.cluster.state.node_id import NodeKey
+from zbmd.actors.cluster.state.view import ClusterView
 from zbmd.actors.contracts import Contract
+from zbmd.tools.node.preflight import gate as g
 from zbmd.tools.node.preflight import survey as s
+from zbmd.tools.node.preflight.host import MeasuredHost
 from zbmd.tools.node.preflight.links import TOKEN_BYTES, probe, serve_probe
 from zbmd.transport.machine import SetTimer, TimerFired
 from zbmd.transport.tcp.address import parse_address
@@ -40,6 +45,21 @@ class OwnSpeed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     memory_per_s: _Speed
 
 
+class MeasureWanted(Contract, id="zbmd.preflight.measure_wanted"):
+    """Asks the receiver for the speed of its host. kept: as it was measured last."""
+
+    survey: _Number
+    kept: bool
+
+
+class HostReport(Contract, id="zbmd.preflight.host_report"):
+    """The sender's host has this speed. problem: why it is not fit; empty if it is."""
+
+    survey: _Number
+    problem: _Text
+    speed: OwnSpeed | None
+
+
 class ProbeWanted(Contract, id="zbmd.preflight.probe_wanted"):
     """Asks the receiver to let node `by` measure the link to it."""
 
@@ -54,7 +74,6 @@ class ProbeAt(Contract, id="zbmd.preflight.probe_at"):
     asker: NodeKey
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    speed: OwnSpeed | None
 
 
 class ProbeDone(Contract, id="zbmd.preflight.probe_done"):
@@ -65,84 +84,52 @@ class ProbeDone(Contract, id="zbmd.preflight.probe_done"):
     bytes_per_s: _Speed
     trip_ns: _Number
     problem: _Text
-    speed: OwnSpeed | None
-    speed_there: OwnSpeed | None
-
-
-class Excluded(Contract, id="zbmd.preflight.excluded"):
-    """The receiver's host is not to take part."""
-
-    reason: _Text
 
 
 class HostSurvey:
-    """This node's part in surveys. speed: of this host; listen_host: where its ranks would listen.
+    """This node's part in the checks of hosts for `job`. listen_host: where its ranks would listen.
 
-    excluded: is called with the reason if this host is not to take part.
+    host: what this one has measured at its start; None: it is not asked for anything (no `--preflight`).
+    say: takes lines for the user; excluded: is called with the reason if this host is not to take part;
+    fails: takes an error of the machine.
     """
 
     def __init__(
-        self, port: ClusterPort, listen_host: str, speed: OwnSpeed | None, excluded: Callable[[str], None]
+        self,
+        port: ClusterPort,
+        job: int,
+        listen_host: str,
+        host: MeasuredHost | None,
+        *,
+        say: Callable[[str], None],
+        excluded: Callable[[str], None],
+        fails: Callable[[Exception], None],
     ) -> None:
-        self._port, self._listen_host, self._speed, self._excluded = port, listen_host, speed, excluded
+        self._port, self._job, self._listen_host, self._host = port, job, listen_host, host
+        self._say, self._excluded, self._fails = say, excluded, fails
         self._loop = asyncio.get_running_loop()
         self._work: set[asyncio.Task[None]] = set()
-        self._machine: s.LinkSurvey | None = None
-        self._number = 0
-        self._nodes: tuple[Node, ...] = ()
-        self._done: asyncio.Future[s.Surveyed] | None = None
+        self._measuring = asyncio.Lock()
+        self._ran = self._is_out = False
+        self._gate = g.HostGate(job)
         self._timer: asyncio.TimerHandle | None = None
-        self.seen = asyncio.Event()
-        """Set at each view that the node acts on."""
 
-    async def leave_good(self, nodes_min: int, say: Callable[[str], None]) -> None:
-        """Return once there are so many members, and all of them were measured and are good.
-
-        Bad hosts are asked to leave. A node that comes meanwhile is measured with the others.
-        """
-        surveyed: set[NodeKey] = set()
-        told: set[NodeKey] = set()
-        while True:
-            self.seen.clear()
-            nodes = [node for node in self._port.view.nodes if node.key not in told]
-            if len(nodes) == len(self._port.view.nodes) >= nodes_min:
-                if len(nodes) < 2 or surveyed.issuperset(node.key for node in nodes):
-                    return
-                found = await self.survey(nodes)
-                for note in found.notes:
-                    say(f"preflight: {note}")
-                bad = {nodes[one.place].key: one.reason for one in found.bad}
-                if not found.usable:
-                    bad = {node.key: "no two hosts have a good link" for node in nodes}
-                surveyed = {node.key for node in nodes} - bad.keys()
-                for node in nodes:
-                    if (reason := bad.get(node.key)) is not None:
-                        say(f"preflight: {node.name} does not take part: {reason}")
-                        told.add(node.key)
-                        self.exclude(node, reason)
-                if not bad:
-                    say(f"preflight: the links between {len(nodes)} hosts are good")
-                    continue
-            await self.seen.wait()
-
-    async def survey(self, nodes: Sequence[Node]) -> s.Surveyed:
-        """Survey the hosts of these nodes."""
-        self._nodes, self._number = tuple(nodes), secrets.randbits(62)
-        self._machine, self._done = s.LinkSurvey(), self._loop.create_future()
-        try:
-            self._put(s.Began(hosts=tuple(node.name for node in nodes)))
-            return await self._done
-        finally:
-            self._machine = self._done = None
-            if self._timer is not None:
-                self._timer.cancel()
-
-    def exclude(self, node: Node, reason: str) -> None:
-        """Have a host not take part."""
-        self._send(node.key, Excluded(reason=reason[:TEXT_CHARS_MAX]))
+    def sees(self, view: ClusterView) -> None:
+        """The node acts on a view."""
+        job, me = view.jobs.job(self._job), self._port.me.key
+        if self._host is None or job is None:
+            return
+        self._ran |= me in job.nodes()
+        check = job.check_of(me)
+        if check is not None and check.problem and not self._is_out:
+            self._is_out = True
+            self._excluded(check.problem)
+        self._put(g.Seen(me=me, view=view))
 
     async def close(self) -> None:
         """End what is under way."""
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._work:
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
@@ -152,16 +139,25 @@ class HostSurvey:
         if not self._port.view.holds(sender):
             return
         match message:
+            case MeasureWanted():
+                self._begin(self._measure_host(sender, message))
+            case HostReport(survey=number, problem=problem, speed=own):
+                speed = (
+                    None
+                    if own is None
+                    else s.HostSpeed(flops_per_s=own.flops_per_s, memory_per_s=own.memory_per_s)
+                )
+                self._put(g.HostMeasured(number=number, node=sender, problem=problem, speed=speed))
             case ProbeWanted():
                 self._begin(self._be_measured(sender, message))
             case ProbeAt():
-                self._begin(self._measure(sender, message))
-            case ProbeDone(survey=number) if self._machine is not None and number == self._number:
-                self._measured(sender, message)
-            case Excluded(reason=reason):
-                self._excluded(reason)
+                self._begin(self._measure_link(sender, message))
+            case ProbeDone(survey=number, to=to, problem=problem):
+                speed_found = s.LinkSpeed(bytes_per_s=message.bytes_per_s, trip_ns=message.trip_ns)
+                found = problem or speed_found
+                self._put(g.LinkMeasured(number=number, one=sender, other=to, found=found))
             case _:
-                pass  # of another survey, or for others who listen
+                pass  # for others who listen
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         if len(self._work) >= PROBES_MAX:
@@ -178,43 +174,54 @@ class HostSurvey:
         else:
             self._port.send(to, message)
 
-    # ---- the machine, on the node that gives the job
+    # ---- the machine
 
-    def _put(self, event: s.Event) -> None:
-        machine, done = self._machine, self._done
-        assert machine is not None and done is not None, "a survey is under way"
-        for action in machine.handle(event, now_ns=time.monotonic_ns()):
-            match action:
-                case s.MeasurePairs(pairs=pairs):
-                    for one, other in pairs:
-                        wanted = ProbeWanted(survey=self._number, by=self._nodes[one].key)
-                        self._send(self._nodes[other].key, wanted)
-                case SetTimer(at_ns=at_ns):
-                    if self._timer is not None:
-                        self._timer.cancel()
-                    delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
-                    self._timer = self._loop.call_later(delay_s, self._fired)
-                case s.Surveyed():
-                    done.set_result(action)
+    def _put(self, event: g.Event) -> None:
+        try:
+            actions = self._gate.handle(event, now_ns=time.monotonic_ns())
+            self._gate.check_invariants()
+            for action in actions:
+                self._perform(action)
+        except Exception as error:  # noqa: BLE001 (given to whoever awaits the node's end)
+            self._fails(error)
 
-    def _fired(self) -> None:
-        self._put(TimerFired())
-
-    def _measured(self, sender: NodeKey, message: ProbeDone) -> None:
-        places = {node.key: place for place, node in enumerate(self._nodes)}
-        one, other = places.get(sender), places.get(message.to)
-        if one is None or other is None:
-            return
-        own = {one: message.speed, other: message.speed_there}
-        hosts = {
-            place: s.HostSpeed(flops_per_s=speed.flops_per_s, memory_per_s=speed.memory_per_s)
-            for place, speed in own.items()
-            if speed is not None
-        }
-        speed = s.LinkSpeed(bytes_per_s=message.bytes_per_s, trip_ns=message.trip_ns)
-        self._put(s.PairMeasured(pair=(one, other), found=message.problem or speed, hosts=hosts))
+    def _perform(self, action: g.Action) -> None:
+        match action:
+            case g.MeasureHosts(number=number, hosts=hosts, kept=kept):
+                for key in hosts:
+                    self._send(key, MeasureWanted(survey=number, kept=False))
+                for key in kept:
+                    self._send(key, MeasureWanted(survey=number, kept=True))
+            case g.MeasureLinks(number=number, pairs=pairs):
+                for one, other in pairs:
+                    self._send(other, ProbeWanted(survey=number, by=one))
+            case g.Judge(hosts=hosts):
+                self._port.command(HostsChecked(job=self._job, hosts=hosts))
+            case g.Report(text=text):
+                self._say(text)
+            case SetTimer(at_ns=at_ns):
+                if self._timer is not None:
+                    self._timer.cancel()
+                delay_s = max(0.0, (at_ns - time.monotonic_ns()) / 1e9)
+                self._timer = self._loop.call_later(delay_s, self._put, TimerFired())
+            case _:
+                assert_never(action)
 
     # ---- measurements
+
+    async def _measure_host(self, asker: NodeKey, wanted: MeasureWanted) -> None:
+        host = self._host
+        if host is None:
+            problem = "its node was started without --preflight"
+            self._send(asker, HostReport(survey=wanted.survey, problem=problem, speed=None))
+            return
+        async with self._measuring:
+            if not wanted.kept:
+                ran, self._ran = self._ran, False
+                await asyncio.to_thread(host.measure, ran_since=ran)
+        speed = OwnSpeed(host.speed.flops_per_s, host.speed.memory_per_s)
+        problem = "" if wanted.kept else host.problem[:TEXT_CHARS_MAX]
+        self._send(asker, HostReport(survey=wanted.survey, problem=problem, speed=speed))
 
     async def _be_measured(self, asker: NodeKey, wanted: ProbeWanted) -> None:
         try:
@@ -223,12 +230,11 @@ class HostSurvey:
             return  # the survey says that this host does not answer
         token = secrets.token_bytes(TOKEN_BYTES)
         port: int = listener.getsockname()[1]
-        at = ProbeAt(survey=wanted.survey, asker=asker, port=port, token=token, speed=self._speed)
-        self._send(wanted.by, at)
+        self._send(wanted.by, ProbeAt(survey=wanted.survey, asker=asker, port=port, token=token))
         with contextlib.suppress(OSError):
             await asyncio.to_thread(serve_probe, listener, token)
 
-    async def _measure(self, sender: NodeKey, at: ProbeAt) -> None:
+    async def _measure_link(self, sender: NodeKey, at: ProbeAt) -> None:
         there = next((node for node in self._port.view.nodes if node.key == sender), None)
         if there is None:
             return
@@ -242,8 +248,6 @@ class HostSurvey:
             bytes_per_s=link.bytes_per_s,
             trip_ns=link.trip_ns,
             problem=problem[:TEXT_CHARS_MAX],
-            speed=self._speed,
-            speed_there=at.speed,
         )
         self._send(at.asker, done)
 

@@ -24,7 +24,7 @@ TRANSFER_S: Final = 0.3
 """Aim of a transfer, by what the first one of `FIRST_BYTES` took."""
 TRIES: Final = 3
 """The best one counts, as other work on a host is no fault of its link."""
-PROBE_S: Final = 15.0
+PROBE_S: Final = 7.0
 """For all of it, on either side."""
 STRANGERS_MAX: Final = 16
 """Connections without the token; then the host is not measured."""

@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 from zbmd.transport.errors import LocalProtocolError
 from zbmd.transport.machine import SetTimer, TimerFired
 
-ROUND_NS: Final = 20_000_000_000
+ROUND_NS: Final = 8_000_000_000
 """Of the pairs of a round that have not answered then, one host does not."""
 SLOW_LINK, SLOW_HOST = 0.3, 0.5
 """Shares of the usual speed, below which a pair or a host is slow."""
@@ -53,18 +53,22 @@ class HostSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Began:
-    """These hosts are to be surveyed, by name; places are in this order."""
+    """These hosts are to be surveyed, by name; places are in this order, those known to be good first.
+
+    speeds: of hosts by themselves, by place; until_ns: what has not answered then does not count as good.
+    """
 
     hosts: tuple[str, ...]
+    speeds: Mapping[int, HostSpeed]
+    until_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMeasured:
-    """A pair has answered. found: its speed, or why it could not be measured; hosts: their own speeds."""
+    """A pair has answered. found: its speed, or why it could not be measured."""
 
     pair: Pair
     found: LinkSpeed | str
-    hosts: Mapping[int, HostSpeed]
 
 
 Event: TypeAlias = Began | PairMeasured | TimerFired
@@ -106,7 +110,8 @@ class LinkSurvey:
     def __init__(self) -> None:
         self._hosts: tuple[str, ...] = ()
         self._found: dict[Pair, LinkSpeed | str] = {}
-        self._speeds: dict[int, HostSpeed] = {}
+        self._speeds: Mapping[int, HostSpeed] = {}
+        self._until_ns = 0
         self._due: list[list[Pair]] = []
         """Measurements to come, of one after the other."""
         self._waits: set[Pair] = set()
@@ -119,18 +124,15 @@ class LinkSurvey:
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take an event. Raises `LocalProtocolError` for one that cannot come now."""
         match event:
-            case Began(hosts=hosts):
+            case Began(hosts=hosts, speeds=speeds, until_ns=until_ns):
                 if self._hosts or len(hosts) < 2:
                     raise LocalProtocolError(
                         f"a survey of {len(hosts)} hosts after one of {len(self._hosts)}"
                     )
-                self._hosts = hosts
+                self._hosts, self._speeds, self._until_ns = hosts, speeds, until_ns
                 self._first = tuple((place, place + 1) for place in range(0, len(hosts) - 1, 2))
                 self._due = [list(self._first)]
             case PairMeasured():
-                self._speeds.update(
-                    {place: speed for place, speed in event.hosts.items() if place in event.pair}
-                )
                 if event.pair not in self._waits:
                     return []  # too late
                 self._waits.discard(event.pair)
@@ -141,7 +143,24 @@ class LinkSurvey:
                 for pair in self._waits:
                     self._found[pair] = f"no answer in {ROUND_NS // 1_000_000_000} s"
                 self._waits.clear()
+                if now_ns >= self._until_ns:
+                    self._give_up()
         return self._go_on(now_ns)
+
+    def _give_up(self) -> None:
+        """Measure no further: time is up."""
+        while not self._suspects:
+            self._plan_second()
+            late = [pair for pairs in self._due for pair in pairs]
+            self._found |= {
+                pair: "there was no time to measure it" for pair in late if pair not in self._found
+            }
+            self._due.clear()
+            if not late:
+                return
+        for pair in self._suspects.values():
+            self._found.setdefault(pair, "there was no time to measure it")
+        self._due.clear()
 
     def _go_on(self, now_ns: int) -> list[Action]:
         if self._waits or self.is_over:
@@ -151,7 +170,7 @@ class LinkSurvey:
         if self._due:
             pairs = tuple(self._due.pop(0))
             self._waits = set(pairs)
-            self._timer_ns = now_ns + ROUND_NS
+            self._timer_ns = min(now_ns + ROUND_NS, self._until_ns)
             return [MeasurePairs(pairs=pairs), SetTimer(at_ns=self._timer_ns)]
         self.is_over, self._timer_ns = True, None
         return [self._verdict()]
@@ -162,6 +181,9 @@ class LinkSurvey:
         good = [place for pair in self._first if pair not in slow for place in pair]
         others = [place for place in range(len(self._hosts)) if place not in good]
         if not good:
+            if len(self._hosts) == 3 and len(self._first) == 1:  # the third one may be good with one of them
+                self._first = (*self._first, (0, 2), (1, 2))
+                self._due = [[(0, 2)], [(1, 2)]]
             return
         for number, place in enumerate(others):
             helper = good[number % len(good)]

@@ -6,6 +6,8 @@ import contextlib
 import secrets
 import socket
 import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 from support.netns import netns
@@ -13,11 +15,29 @@ from support.netns.netns import Process
 
 from zbmd.actors.process.exit import REQUEUE_EXIT_CODE
 from zbmd.tools.lab.hosts.netns import Lab, LabHost
+from zbmd.tools.node.preflight.gate import LIMIT_NS
 from zbmd.tools.node.preflight.links import STRANGERS_MAX, TOKEN_BYTES, probe, serve_probe
 from zbmd.tools.node.preflight.survey import LinkSpeed
 
 HOSTS = 4
-SLOW = 2
+SLOW, LOST = 2, 3
+LIMIT_S = LIMIT_NS / 1e9
+WAITS = """
+import asyncio, os, sys
+import zbmd
+
+async def main():
+    async with zbmd.join() as worker:
+        group = await zbmd.group(worker)
+        await group.barrier()
+        print(f"rank {worker.rank} of {worker.world_size} has made a step", flush=True)
+        while not os.path.exists(sys.argv[1]):
+            await asyncio.sleep(0.05)
+        await group.close()
+
+zbmd.run(main())
+"""
+"""A program that runs until a file is there."""
 
 
 @pytest.mark.slow
@@ -32,9 +52,43 @@ def test_a_host_with_a_slow_cable_does_not_take_part() -> None:
         nodes[SLOW].until(r"preflight: this host does not take part: its link to")
         assert nodes[SLOW].ended() == REQUEUE_EXIT_CODE
         spare = stack.enter_context(_node(lab, lab.hosts[HOSTS], SLOW))
-        nodes[0].until(rf"preflight: the links between {HOSTS} hosts are good")
+        nodes[0].until(r"preflight: before the job begins: 1 of 1 hosts are fit, checked in [\d.]+ s")
         good = [spare, *(node for number, node in enumerate(nodes) if number != SLOW)]
         assert [node.end() for node in good] == [0] * HOSTS
+
+
+@pytest.mark.slow
+def test_a_host_whose_cable_became_slow_gets_no_ranks_when_they_start_again(tmp_path: Path) -> None:
+    netns.require_lab()
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Lab(HOSTS + 1))
+        for host in lab.hosts:
+            host.shape(rate_mbps=100)
+        job = ("--preflight", "--recovery-budget", "20s", str(script), str(tmp_path / "go"))
+        run = partial(netns.run_node, lab, nnodes=str(HOSTS), timeout_s=400.0)
+        nodes = [stack.enter_context(run(host, *job, number=host.number)) for host in lab.hosts[:HOSTS]]
+        assert _limit_of(nodes[0], "before the job begins", HOSTS, HOSTS) <= LIMIT_S
+        nodes[0].until(rf"rank 0 of {HOSTS} has made a step")
+        nodes[LOST].process.kill()
+        lab.hosts[SLOW].shape(rate_mbps=4)  # between the first step and the restart
+        back = stack.enter_context(run(lab.hosts[LOST], *job, number=LOST))
+        nodes[0].until(r"preflight: \S+ does not take part: its link to \S+ is bad: [\d.,]+ MB/s, where")
+        assert _limit_of(nodes[0], "before ranks start again", HOSTS - 1, HOSTS) <= LIMIT_S
+        nodes[SLOW].until(r"preflight: this host does not take part: its link to")
+        assert nodes[SLOW].ended() == REQUEUE_EXIT_CODE
+        spare = stack.enter_context(run(lab.hosts[HOSTS], *job, number=SLOW))
+        assert _limit_of(nodes[0], "before ranks start again", 1, 1) <= LIMIT_S
+        (tmp_path / "go").touch()
+        good = [nodes[0], *(nodes[n] for n in range(1, HOSTS) if n not in (SLOW, LOST)), back, spare]
+        assert [node.end() for node in good] == [0] * HOSTS
+
+
+def _limit_of(node: Process, when: str, fit: int, hosts: int) -> float:
+    """Return how long a check took, as the node reports it."""
+    words = rf"preflight: {when}: {fit} of {hosts} hosts are fit, checked in ([\d.]+) s"
+    return float(node.until(words)[1])
 
 
 def _node(lab: Lab, host: LabHost, number: int) -> contextlib.AbstractContextManager[Process]:

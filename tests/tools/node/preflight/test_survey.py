@@ -39,15 +39,20 @@ class Network:
         self.hosts, self.bad, self.random = hosts, bad, random.Random(seed)
         self.paths: dict[Pair, str] = {}
         self.speeds = dict.fromkeys(range(hosts), HOST)
+        self.until_ns = 1 << 62
         self.rounds: list[tuple[Pair, ...]] = []
 
     def survey(self) -> Surveyed:
         machine, now_ns = LinkSurvey(), 0
-        actions = machine.handle(Began(hosts=tuple(f"host{n}" for n in range(self.hosts))), now_ns=now_ns)
+        names = tuple(f"host{n}" for n in range(self.hosts))
+        actions = machine.handle(
+            Began(hosts=names, speeds=self.speeds, until_ns=self.until_ns), now_ns=now_ns
+        )
         while True:
             (measure, *rest) = actions
             if isinstance(measure, Surveyed):
                 assert machine.is_over and not rest
+                self.ended_ns = now_ns
                 return measure
             assert isinstance(measure, MeasurePairs) and [type(one) for one in rest] == [SetTimer]
             places = [place for pair in measure.pairs for place in pair]
@@ -58,12 +63,15 @@ class Network:
                 assert not actions
                 found = self.found(pair)
                 if found is not None:
-                    speeds = {place: self.speeds[place] for place in pair}
-                    event = PairMeasured(pair=pair, found=found, hosts=speeds)
+                    event = PairMeasured(pair=pair, found=found)
                     actions = machine.handle(event, now_ns=now_ns)
             if not actions:
-                assert machine.handle(TimerFired(), now_ns=now_ns + ROUND_NS - 1) == []
-                now_ns += ROUND_NS
+                (timer,) = rest
+                assert isinstance(timer, SetTimer)
+                due_ns = timer.at_ns
+                assert due_ns == min(now_ns + ROUND_NS, self.until_ns)
+                assert machine.handle(TimerFired(), now_ns=due_ns - 1) == []
+                now_ns = due_ns
                 actions = machine.handle(TimerFired(), now_ns=now_ns)
 
     def found(self, pair: Pair) -> LinkSpeed | str | None:
@@ -124,18 +132,25 @@ def test_a_host_that_is_slower_than_the_others_is_named(field: str) -> None:
 
 def test_what_comes_too_late_or_twice_changes_nothing() -> None:
     machine = LinkSurvey()
-    measured = PairMeasured(pair=(0, 1), found=GOOD, hosts={})
-    machine.handle(Began(hosts=("a", "b", "c")), now_ns=0)
+    measured = PairMeasured(pair=(0, 1), found=GOOD)
+    machine.handle(Began(hosts=("a", "b", "c"), speeds={}, until_ns=1 << 62), now_ns=0)
     (again, _) = machine.handle(measured, now_ns=1)
     assert isinstance(again, MeasurePairs) and again.pairs == ((0, 2),)
     assert machine.handle(measured, now_ns=2) == []
-    assert machine.handle(PairMeasured(pair=(0, 2), found=GOOD, hosts={}), now_ns=3) == [
-        Surveyed(bad=(), notes=())
-    ]
+    assert machine.handle(PairMeasured(pair=(0, 2), found=GOOD), now_ns=3) == [Surveyed(bad=(), notes=())]
     assert (
         machine.handle(measured, now_ns=4) == [] and machine.handle(TimerFired(), now_ns=9 * ROUND_NS) == []
     )
     with pytest.raises(LocalProtocolError):
-        machine.handle(Began(hosts=("a", "b")), now_ns=5)
+        machine.handle(Began(hosts=("a", "b"), speeds={}, until_ns=1 << 62), now_ns=5)
     with pytest.raises(LocalProtocolError):
-        LinkSurvey().handle(Began(hosts=("a",)), now_ns=0)
+        LinkSurvey().handle(Began(hosts=("a",), speeds={}, until_ns=1 << 62), now_ns=0)
+
+
+@pytest.mark.parametrize("silent", [{0: "silent", 2: "silent"}, {4: "silent", 0: "silent", 7: "silent"}])
+def test_a_survey_ends_in_time_and_what_was_not_measured_by_then_is_not_good(silent: dict[int, str]) -> None:
+    network = Network(9, silent)
+    network.until_ns = ROUND_NS + ROUND_NS // 2
+    verdict = network.survey()
+    assert set(silent) <= {one.place for one in verdict.bad}
+    assert network.ended_ns <= network.until_ns

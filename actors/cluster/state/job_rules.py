@@ -278,15 +278,15 @@ def _counts(slot: tuple[RankEntry, ...], *, wants_node: bool) -> bool:
 
 
 def _free_nodes(job: Job, table: JobTable, members: Sequence[NodeKey], count: int) -> list[NodeKey]:
-    """Return up to `count` nodes for slots of this job, the best first."""
+    """Return up to `count` of `members` for slots of this job, the best first."""
     load: Counter[NodeKey] = Counter()
     for other in table.jobs:
         load.update(other.nodes())
     idle = list(islice((node for node in members if node not in load), count))
     if len(idle) == count:
         return idle
-    own = job.nodes()
-    busy = sorted((load[node], node) for node in load if node not in own)
+    may = frozenset(members) - job.nodes()
+    busy = sorted((load[node], node) for node in load if node in may)
     return (idle + [node for _, node in busy])[:count]
 
 
@@ -313,11 +313,11 @@ def _waiting(job: Job, reason: str) -> Job:
         return job
     ranks = [_ended(entry, SlotState.VACANT) if entry.lives else entry for entry in job.ranks]
     changed = job.unsettled or any(entry.lives for entry in job.ranks)
-    checks = job.checks
     if job.phase is JobPhase.RUNNING:  # a host may have become slow since it was found fit
-        checks = tuple(check for check in checks if check.problem)
+        checks = tuple(check for check in job.checks if check.problem)
+        job = dataclasses.replace(job, checks=checks, stops=job.stops + 1)
     return dataclasses.replace(
-        _with_ranks(job, ranks, unsettled=changed), phase=JobPhase.WAITING, reason=reason, checks=checks
+        _with_ranks(job, ranks, unsettled=changed), phase=JobPhase.WAITING, reason=reason
     )
 
 
@@ -375,9 +375,9 @@ def _apply(table: JobTable, command: Command, members: Collection[NodeKey]) -> J
                 job = table.job(job_id)
                 if job is not None and origin in job.nodes():
                     table = _with_job(table, without_causes(job))
-            case HostsChecked(job=job_id):
+            case HostsChecked(job=job_id, stops=stops):
                 job = table.job(job_id)
-                if job is not None and job.preflight:
+                if job is not None and job.preflight and job.stops == stops:
                     table = _with_job(table, _checked(job, order, members, table.age_ns))
             case _:
                 assert_never(order)

@@ -205,7 +205,7 @@ class Job:
     last rank came up; origin: whether a rank has failed since, for a reason of its own; hosts_fault: it
     failed because a host went or processes of ranks were killed there, and may succeed elsewhere;
     preflight: a host gets ranks only once it was checked; checks: of hosts that are here, in the order of
-    their ids, since the ranks were last stopped together.
+    their ids, since the ranks were last stopped together; stops: how often they were.
     """
 
     spec: JobSpec
@@ -225,6 +225,7 @@ class Job:
     hosts_fault: bool = False
     preflight: bool = False
     checks: tuple[HostCheck, ...] = ()
+    stops: int = 0
 
     @property
     def id(self) -> int:
@@ -405,10 +406,14 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
 
 class HostsChecked(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="checked"):
-    """Hosts were measured for a job with `preflight`. hosts: each with why it gets no ranks; empty: fit."""
+    """Hosts were measured for a job with `preflight`. hosts: each with why it gets no ranks; empty: fit.
+
+    stops: of the job (`Job.stops`) when that began. It has no effect once the ranks were stopped again.
+    """
 
     job: int
     hosts: tuple[tuple[NodeKey, str], ...]
+    stops: int
 
 
 Order: TypeAlias = Submit | Stop | RankUp | RankDown | RankCause | Relink | Progressed | HostsChecked

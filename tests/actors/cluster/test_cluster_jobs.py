@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.machines.job_tables import Table, ordered_up
 
 from zbmd.actors.cluster.state.job_rules import after_change
 from zbmd.actors.cluster.state.job_table import (
@@ -16,11 +16,9 @@ from zbmd.actors.cluster.state.job_table import (
     COMMAND_BYTES_MAX,
     JOBS_MAX,
     MEMORY_CAUSE,
-    NO_JOBS,
     TABLE_BYTES_MAX,
     Command,
     HostsChecked,
-    Job,
     JobPhase,
     JobSpec,
     JobTable,
@@ -37,101 +35,6 @@ from zbmd.actors.cluster.state.node_id import NodeKey
 from zbmd.actors.view import OnLoss, Outcome
 
 SECOND_NS = 10**9
-
-
-class Table:
-    """A table under change, and the nodes of its cluster."""
-
-    def __init__(self, *node_ids: int) -> None:
-        self.nodes = [NodeKey(node_id, 1) for node_id in node_ids]
-        self.table = NO_JOBS
-        self.epoch = 1
-
-    def change(
-        self,
-        *orders: tuple[NodeKey, Order],
-        removed: Sequence[int] = (),
-        added: Sequence[NodeKey] = (),
-        elapsed_ns: int = 0,
-    ) -> None:
-        gone = {key for key in self.nodes if key.id in removed}
-        self.nodes = sorted([key for key in self.nodes if key not in gone] + list(added))
-        self.epoch += 1
-        numbers: dict[NodeKey, int] = {}
-        commands: list[Command] = []
-        for origin, order in orders:
-            numbers[origin] = numbers.get(origin, self.table.applied(origin)) + 1
-            commands.append(Command(origin=origin, number=numbers[origin], order=order))
-        self.table = after_change(
-            self.table,
-            epoch=self.epoch,
-            members=self.nodes,
-            removed=gone,
-            commands=commands,
-            elapsed_ns=elapsed_ns,
-        )
-        check(self.table, self.nodes)
-
-    def submit(self, **options: object) -> None:
-        options = {"job": 1, "target": "job.py", **options}
-        self.change((self.nodes[0], Submit(spec=JobSpec(**options))))  # type: ignore[arg-type]
-
-    def job(self, job_id: int = 1) -> Job:
-        job = self.table.job(job_id)
-        assert job is not None
-        return job
-
-    def up(self, *ranks: int, job_id: int = 1) -> None:
-        job = self.job(job_id)
-        starting = [entry for entry in job.ranks if entry.state is SlotState.STARTING]
-        self.change(*(ordered_up(job, e.rank) for e in starting if not ranks or e.rank in ranks))
-
-    def down(self, rank: int, code: int | None, *, elapsed_ns: int = 0, job_id: int = 1) -> None:
-        entry = self.job(job_id).ranks[rank]
-        assert entry.node is not None
-        down = RankDown(
-            job=job_id, rank=rank, incarnation=entry.incarnation, code=code, reason=f"code {code}"
-        )
-        self.change((entry.node, down), elapsed_ns=elapsed_ns)
-
-    def states(self, job_id: int = 1) -> str:
-        """One letter a rank: v, s, u, f or l."""
-        return "".join(entry.state.value[0] for entry in self.job(job_id).ranks)
-
-    def places(self, job_id: int = 1) -> list[int | None]:
-        return [entry.node.id if entry.node is not None else None for entry in self.job(job_id).ranks]
-
-
-def ordered_up(job: Job, rank: int) -> tuple[NodeKey, Order]:
-    entry = job.ranks[rank]
-    assert entry.node is not None
-    address, host = f"a{rank}.{entry.incarnation}", f"h{entry.node.id}"
-    up = RankUp(job=job.id, rank=rank, incarnation=entry.incarnation, address=address, host=host)
-    return entry.node, up
-
-
-def check(table: JobTable, nodes: Sequence[NodeKey]) -> None:
-    """The invariants of every table."""
-    assert len(table.jobs) <= JOBS_MAX
-    assert len({job.id for job in table.jobs}) == len(table.jobs)
-    assert [origin.node for origin in table.origins] == sorted({origin.node for origin in table.origins})
-    assert all(origin.node in nodes for origin in table.origins)
-    for job in table.jobs:
-        slots: dict[NodeKey, int] = {}
-        for entry in job.ranks:
-            if entry.lives:
-                assert entry.node in nodes and entry.node is not None and entry.incarnation > 0, entry
-                slot = entry.rank // job.spec.ranks_per_node
-                assert slots.setdefault(entry.node, slot) == slot, f"two slots of one job on {entry.node}"
-            assert (entry.state is SlotState.UP) == bool(entry.address), entry
-            assert (entry.state is SlotState.VACANT) == (entry.node is None), entry
-        if job.phase in (JobPhase.WAITING, JobPhase.ENDED):
-            assert not any(entry.lives for entry in job.ranks), job
-        assert (job.outcome is not None) == (job.phase in (JobPhase.STOPPING, JobPhase.ENDED)), job
-        assert job.reason or job.phase is JobPhase.RUNNING, job
-        view = job.view()
-        if view is not None:
-            assert view.members, job
 
 
 def test_seats_are_spread_over_the_nodes_in_the_order_of_their_ids() -> None:
@@ -488,7 +391,8 @@ class Play:
             if kind == "check":
                 problem = self.draw(st.sampled_from(["", "", "slow"]))
                 node = self.draw(st.sampled_from(self.t.nodes))
-                orders.append((self.t.nodes[0], HostsChecked(job=job.id, hosts=((node, problem),))))
+                order = HostsChecked(job=job.id, hosts=((node, problem),), stops=job.stops)
+                orders.append((self.t.nodes[0], order))
             if kind == "stop" and self.draw(st.booleans()):
                 orders.append((self.t.nodes[0], Stop(job=job.id, reason="stop")))
         elapsed_ns = self.draw(st.integers(0, 100)) * SECOND_NS
@@ -524,10 +428,11 @@ class Play:
                     assert entry.state is was.state
 
 
-def checked(t: Table, *hosts: tuple[int, str], elapsed_ns: int = 0) -> None:
+def checked(t: Table, *hosts: tuple[int, str], stops: int | None = None) -> None:
     keys = {key.id: key for key in t.nodes}
     found = tuple((keys[node], problem) for node, problem in hosts)
-    t.change((t.nodes[0], HostsChecked(job=1, hosts=found)), elapsed_ns=elapsed_ns)
+    order = HostsChecked(job=1, hosts=found, stops=t.job().stops if stops is None else stops)
+    t.change((t.nodes[0], order))
 
 
 def test_with_preflight_hosts_get_ranks_once_they_were_found_fit_and_again_before_a_restart() -> None:
@@ -550,7 +455,8 @@ def test_with_preflight_hosts_get_ranks_once_they_were_found_fit_and_again_befor
     t.change(added=[NodeKey(3, 2)])
     assert t.job().phase is JobPhase.WAITING, "one that comes back is a host that nobody has checked"
     checked(t, (3, ""))
-    assert t.job().phase is JobPhase.WAITING, "the check of before the restart counts no more"
+    checked(t, (1, ""), stops=0)
+    assert t.job().phase is JobPhase.WAITING, "no check that began before the restart counts any more"
     checked(t, (1, ""))
     assert t.places() == [1, 3] and t.job().phase is JobPhase.RUNNING
 
@@ -566,7 +472,17 @@ def test_a_check_holds_for_a_time() -> None:
     assert t.states() == "uv" and t.job().phase is JobPhase.RUNNING
     checked(t, (3, ""))
     assert t.places() == [1, 3]
-    assert problem_of(HostsChecked(job=1, hosts=((NodeKey(1, 1), "x" * 501),)))
+    assert problem_of(HostsChecked(job=1, hosts=((NodeKey(1, 1), "x" * 501),), stops=0))
+
+
+def test_a_host_that_runs_another_job_is_checked_too_before_it_gets_ranks() -> None:
+    t = Table(1)
+    t.change((t.nodes[0], Submit(spec=JobSpec(job=1, target="t"), preflight=True)))
+    t.submit(job=2)
+    t.change()
+    assert t.places(job_id=2) == [1] and t.job().phase is JobPhase.WAITING
+    checked(t, (1, ""))
+    assert t.places() == [1]
 
 
 def test_a_slot_that_has_finished_in_part_is_not_counted_as_two_nodes() -> None:
@@ -604,7 +520,7 @@ def revive(t: Table) -> None:
     """With nodes enough, whatever is not over comes up."""
     t.change(added=[NodeKey(node_id, 1) for node_id in range(100, 105)])
     fit = tuple((node, "") for node in t.nodes)
-    t.change(*((t.nodes[0], HostsChecked(job=job.id, hosts=fit)) for job in t.table.jobs))
+    t.change(*((t.nodes[0], HostsChecked(job=job.id, hosts=fit, stops=job.stops)) for job in t.table.jobs))
     for _ in range(20):
         for job in t.table.jobs:
             if job.phase is JobPhase.STOPPING:

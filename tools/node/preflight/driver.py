@@ -195,8 +195,8 @@ class HostSurvey:
             case g.MeasureLinks(number=number, pairs=pairs):
                 for one, other in pairs:
                     self._send(other, ProbeWanted(survey=number, by=one))
-            case g.Judge(hosts=hosts):
-                self._port.command(HostsChecked(job=self._job, hosts=hosts))
+            case g.Judge(hosts=hosts, stops=stops):
+                self._port.command(HostsChecked(job=self._job, hosts=hosts, stops=stops))
             case g.Report(text=text):
                 self._say(text)
             case SetTimer(at_ns=at_ns):

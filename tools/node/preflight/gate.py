@@ -13,6 +13,7 @@ of links. A rank that is restarted where it ran waits for no check.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias, assert_never
@@ -46,7 +47,7 @@ STORY_EVENTS_MAX: Final = 16
 
 
 class Depth(Enum):
-    """How much a host measures when it is asked to."""
+    """Share of its measurements that a host makes when it is asked to."""
 
     KEPT = "kept"  # nothing: its last measurement counts
     QUICK = "quick"  # processors and memory
@@ -128,9 +129,13 @@ class MeasureLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Have the cluster agree on what was found: each host with why it gets no ranks; empty: it is fit."""
+    """Have the cluster agree on what was found: each host with why it gets no ranks; empty: it is fit.
+
+    stops: of the job when the check began (`Job.stops`).
+    """
 
     hosts: tuple[tuple[NodeKey, str], ...]
+    stops: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +170,8 @@ class HostGate:
         self._began_ns = 0
         self._again = False
         """Whether ranks of the job have run before this check."""
+        self._stops = 0
+        """Of the job when the check began: what was measured before a stop does not count after it."""
         self._due: tuple[Node, ...] = ()
         self._helpers: tuple[Node, ...] = ()
         self._waits: set[NodeKey] = set()
@@ -187,7 +194,7 @@ class HostGate:
             case Seen(me=me, view=view):
                 self._me, self._view, self._seen_ns = me, view, now_ns
                 self._settle_order(view)
-                if not self._leads():
+                if not self._leads() or self._is_outdated():
                     self._end()
                 for key in [key for key in self._waits if not view.holds(key)]:
                     self._waits.discard(key)
@@ -238,6 +245,11 @@ class HostGate:
         bad = {check.node for check in job.checks if check.problem}
         return next((node.key for node in view.nodes if node.key not in bad), None) == self._me
 
+    def _is_outdated(self) -> bool:
+        """Whether the ranks were stopped together since the last check began."""
+        job = self._wanted()
+        return job is not None and job.stops != self._stops
+
     def _begin(self, now_ns: int) -> None:
         job, view = self._wanted(), self._view
         if job is None or view is None or not self._leads():
@@ -263,6 +275,7 @@ class HostGate:
                 self._set_timer(now_ns + min(due_ns.values()) - age_ns)
             return
         self._due, self._again = due, any(entry.incarnation for entry in job.ranks)
+        self._stops = job.stops
         self._helpers = tuple(node for node in good if node not in due)[:HELPERS]
         self._number, self._began_ns, self.state = self._number + 1, now_ns, GateState.HOSTS
         self._problems, self._speeds = {}, {}
@@ -347,15 +360,27 @@ class HostGate:
         took_s = (now_ns - self._began_ns) / SECOND_NS
         when = "before ranks start again" if self._again else "before the job begins"
         if hosts:
-            self._report(f"{when}: {count - bad} of {count} hosts are fit, checked in {took_s:.1f} s")
-            self._actions.append(Judge(hosts=hosts))
+            text = f"{when}: {count - bad} of {count} hosts are fit, checked in {took_s:.1f} s"
+            self._report(text + self._all_hosts(job, dict(hosts)))
+            self._actions.append(Judge(hosts=hosts, stops=self._stops))
         before = {check.node: check.at_ns for check in job.checks}
         self._ordered = {node.key: before.get(node.key, -1) for node in self._due}
         self._ordered_until_ns = now_ns + ORDER_NS
         self._end()
 
+    def _all_hosts(self, job: Job, found: Mapping[NodeKey, str]) -> str:
+        """Return how many hosts are fit in all if there are more than this check, which has `found`, has."""
+        assert self._view is not None, "it leads"
+        here = [node.key for node in self._view.nodes]
+        fit = job.nodes() | {check.node for check in job.checks if not check.problem}
+        count = sum(not found[key] if key in found else key in fit for key in here)
+        return f" (all hosts: {count} of {len(here)})" if set(here) - found.keys() else ""
+
     def _settle_order(self, view: ClusterView) -> None:
-        """Forget hosts of the last verdict that are gone, and those whose check is in the table."""
+        """Forget an outdated verdict, and its hosts that are gone or whose check is in the table."""
+        if self._is_outdated():
+            self._ordered = {}
+            return
         job = view.jobs.job(self._job)
         now = {} if job is None else {check.node: check.at_ns for check in job.checks}
         self._ordered = {

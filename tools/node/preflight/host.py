@@ -1,4 +1,4 @@
-"""What this host has measured of itself for `--preflight`, at its start and between restarts. Blocking."""
+"""Measurements of this host by itself for `--preflight`, at its start and between restarts. Blocking."""
 
 from __future__ import annotations
 

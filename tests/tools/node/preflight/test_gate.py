@@ -109,7 +109,7 @@ class World:
                 self.put(key, g.Seen(me=key, view=self.view))
 
     def judge(self, before: Job | None, now: Job | None) -> None:
-        """What must hold of each change of the table."""
+        """Check what must hold of each change of the table."""
         if before is None or now is None:
             return
         if now.phase is JobPhase.WAITING and before.phase is JobPhase.RUNNING:
@@ -165,10 +165,10 @@ class World:
             case g.MeasureLinks(number=number, pairs=pairs):
                 for one, other in pairs:
                     self.later(0.1, 2.0, lambda a=one, b=other: self.link(key, number, a, b))
-            case g.Judge(hosts=hosts):
+            case g.Judge(hosts=hosts, stops=stops):
                 took_ns = self.now_ns - self.began_ns[key, host.gate._number]
                 self.longest_ns = max(self.longest_ns, took_ns)
-                order = HostsChecked(job=JOB, hosts=hosts)
+                order = HostsChecked(job=JOB, hosts=hosts, stops=stops)
                 self.later(0.01, 0.3, lambda: self.change((key, order)) if key in self.hosts else None)
             case g.Report(text=text):
                 self.reports.append(text)
@@ -250,7 +250,7 @@ def test_ranks_start_on_hosts_that_were_found_fit_and_a_check_ends_in_time(seed:
 
 
 class IgnoresLinks(g.HostGate):
-    """What was found of links does not count."""
+    """Ignores what was found of links."""
 
     def _take(self, found: g.s.Surveyed) -> None:
         pass
@@ -265,7 +265,7 @@ class AsksOnce(g.HostGate):
 
 
 class IgnoresProblems(g.HostGate):
-    """What a host says of itself does not count."""
+    """Ignores what a host says of itself."""
 
     def _host_measured(self, event: g.HostMeasured) -> None:
         self._waits.discard(event.node)
@@ -289,6 +289,41 @@ def test_a_table_that_keeps_checks_of_before_a_restart_is_found(monkeypatch: pyt
     with pytest.raises(AssertionError, match="that was measured at"):
         for seed in range(SEEDS):
             history(seed)
+
+
+class CountsOldChecks(g.HostGate):
+    """A check that began before the ranks were stopped counts as one of after that."""
+
+    def _is_outdated(self) -> bool:
+        job = self._wanted()
+        self._stops = self._stops if job is None else job.stops
+        return False
+
+
+def stopped_during_a_check(seed: int, gate: Callable[[int], g.HostGate] = g.HostGate) -> World:
+    """Lose a host while a spare one is being checked: all ranks stop, and the spare one takes its place."""
+    world = World(seed, gate)
+    for number in range(3):
+        world.come(number, 1)
+    spec = JobSpec(job=JOB, target="t", nodes_min=3, nodes_max=3)
+    world.change((world.view.nodes[0].key, Submit(spec=spec, preflight=True)))
+    world.run(30.0)
+    world.come(3, 1)
+    while world.hosts[NodeKey(3, 1)].measured_ns < 0:
+        world.run(0.01)
+    world.change(removed=frozenset([NodeKey(2, 1)]))
+    assert world.job().phase is JobPhase.WAITING
+    world.run(30.0)
+    return world
+
+
+def test_a_check_that_began_before_all_ranks_were_stopped_does_not_count_after_that() -> None:
+    for seed in range(SEEDS):
+        world = stopped_during_a_check(seed)
+        assert world.job().view() is not None and NodeKey(3, 1) in world.job().nodes()
+    with pytest.raises(AssertionError, match="that was measured at"):
+        for seed in range(SEEDS):
+            stopped_during_a_check(seed, CountsOldChecks)
 
 
 def test_a_rank_that_is_restarted_where_it_ran_waits_for_no_check() -> None:
@@ -324,9 +359,11 @@ def test_a_host_that_comes_back_slow_is_quarantined_with_the_reason_and_the_job_
     assert any(
         re_start.startswith("preflight: before ranks start again: 0 of 1") for re_start in world.reports
     )
+    assert world.reports[-1].endswith("(all hosts: 2 of 3)")
     world.change(removed=frozenset([NodeKey(2, 2)]))
     world.come(2, 3)
     world.run(60.0)
+    assert world.reports[-1].endswith("(all hosts: 3 of 3)")
     assert NodeKey(2, 3) in world.job().nodes() and world.job().check_of(NodeKey(2, 2)) is None
 
 

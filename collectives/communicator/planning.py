@@ -117,8 +117,8 @@ class GroupTraits:
 class Choice:
     """An algorithm, the reason, and what each was predicted to take (ns), the quickest first.
 
-    in_arena: another, of the same bits, that may run instead where the arrays of all ranks lie in the arena;
-    the first rank times both. "": none.
+    in_arena: another, of the same bits, that may run instead where the arrays of all ranks lie in the arena,
+    or ranks read each other's memory (`GroupTraits.reads_peers`); one rank times both. "": none.
     """
 
     algorithm: str
@@ -178,8 +178,8 @@ def choose(
         return Choice(
             algorithm="swap" if pair else BY_SLOTS[operation],
             in_arena="direct",
-            reason=f"{n} ranks of one host: arrays are used wherever they lie, and in the arena are read in "
-            "place where that has proved quicker",
+            reason=f"{n} ranks of one host: arrays are used wherever they lie, and read in place where "
+            "that is possible and has proved quicker",
             predicted_ns=ranked,
         )
     if operation is Operation.REDUCE and (best == "shared" or _each_has_a_core_and_a_chunk(case, far=far)):
@@ -187,8 +187,8 @@ def choose(
         return Choice(
             algorithm="shared",
             in_arena="direct",
-            reason="all ranks reduce for the root; in the arena it reads all of it by itself where that has "
-            "proved quicker",
+            reason="all ranks reduce for the root; it reads all of it by itself where that is possible and "
+            "has proved quicker",
             predicted_ns=ranked,
         )
     reason = f"predicted to take {cost / 1e3:.1f} us"

@@ -68,6 +68,10 @@ cdef extern from "collectives/native/stores.h" nogil:
         ZBMD_WAYS
     ctypedef struct zbmd_store_choice:
         uint8_t chosen
+    ctypedef struct zbmd_store_choices:
+        pass
+    zbmd_store_choice *zbmd_store_choice_of(zbmd_store_choices *all, unsigned operation, int in_arena, uint64_t nbytes) noexcept
+    void zbmd_store_close(zbmd_store_choices *all) noexcept
     int zbmd_store_next(zbmd_store_choice *choice, int ways) noexcept
     void zbmd_store_note(zbmd_store_choice *choice, int way, double cost) noexcept
 

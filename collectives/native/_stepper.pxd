@@ -10,7 +10,8 @@ from zbmd.collectives.native._program cimport (
     BUFFERS, COPY, FINISH, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
     ZBMD_ADDRESS_MAX, ZBMD_ADDRESS_MIN, ZBMD_BOUNCE_BYTES, ZBMD_READ, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
     NativeProgram, last_point, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
-    zbmd_place_of, zbmd_run, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_next, zbmd_store_note
+    zbmd_place_of, zbmd_run, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_choice_of,
+    zbmd_store_choices, zbmd_store_close, zbmd_store_next, zbmd_store_note
 )
 
 cdef extern from "transport/native/life.h" nogil:
@@ -26,6 +27,12 @@ cdef enum:
     HEAD_BYTES = 64          # of a header: what programs need that read nothing of a peer but what it publishes
     HEADER_BYTES = 384
     PAYLOAD_BYTES = 1408
+
+cdef enum:  # of catalogue.py's operations, those that not all ranks end alike
+    BROADCAST = 2
+    REDUCE_TO = 7
+    GATHER = 8
+    SCATTER = 9
 
 cdef enum:
     S_DONE = 0
@@ -54,8 +61,8 @@ cdef struct Header:
     uint64_t in_stride       # elements from block to block; under a layout: 1 if staged, else 0
     uint64_t out_stride
     uint64_t offsets[BUFFERS]
-    uint8_t store            # of rank 0: how all are to write to inboxes (stores.h)
-    uint8_t arena_way        # of rank 0: the same, or ZBMD_READ, if the arrays of all ranks are in the arena
+    uint8_t store            # of the chooser: how all are to move their bytes (stores.h)
+    uint8_t arena_way        # of the chooser: the same, if the arrays of all ranks are in the arena
     uint8_t in_arena         # whether those of this rank are
     uint8_t spare
     uint32_t foreign         # a bit for each buffer that is in the rank's own memory; its offset is then its address
@@ -126,10 +133,11 @@ cdef inline uint64_t scratch_needed(NativeProgram program, zbmd_run *run) noexce
     return max(most, program.scratch_slots * run.slot_bytes)
 
 
-cdef enum:
-    READ_BYTES_MIN = 1 << 20     # smaller arrays are not read: there is more to wait for in it than to save
-    STORE_CLASSES = 16           # by powers of two of a run's bytes
-    STORE_BYTES_MIN = 1 << 16    # smaller runs write through the cache
+cdef inline int chooser_of(const Header *own, int n) noexcept nogil:
+    """The rank that chooses how bytes go: one that has not done its part before the last of them have come."""
+    if own.operation == GATHER or own.operation == REDUCE_TO:
+        return own.root % n
+    return (own.root + 1) % n if own.operation == BROADCAST or own.operation == SCATTER else 0
 
 
 cdef struct Peer:            # a member of a group, ourselves included
@@ -151,7 +159,8 @@ cdef class NativeGroup:
     cdef char *bounce
     cdef zbmd_slots others            # the slots of the other members
     cdef Header own
-    cdef zbmd_store_choice choices[2][STORE_CLASSES]  # wherever arrays lie, and if all are in the arena
+    cdef zbmd_store_choices choices
+    cdef int chooser                  # the rank that has the say in this run
     cdef int way_always               # below 0: what is timed decides
     cdef bint is_over                 # after `let_go`
     cdef int n, rank

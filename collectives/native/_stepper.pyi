@@ -88,7 +88,7 @@ class NativeGroup:
     def header(self, rank: int) -> bytes:
         """The descriptor that `rank` entered the last operation with."""
     def always(self, way: int) -> None:
-        """As rank 0, say this way whatever has been timed, -1: no longer. For tests and benchmarks."""
+        """As the chooser, say this way whatever has been timed, -1: no longer. For tests and benchmarks."""
     def capacity_left(self, program: NativeProgram) -> int:
         """The runs of the program that fit before a counter of the epoch is used up."""
     def run(

@@ -91,7 +91,7 @@ cdef class NativeGroup:
         self.pc, self.culprit, self.met_ns, self.in_vain = 0, -1, 0, False
         self.payload_max, self.whole_headers, self.input_stays = PAYLOAD_BYTES, False, False
         self.reads, self.way_always, self.lags, self.last_fingerprint = False, -1, False, 0
-        memset(self.choices, 0, sizeof(self.choices))
+        memset(&self.choices, 0, sizeof(self.choices))
         self.peers = <Peer *>calloc(self.n, sizeof(Peer))
         self.headers = <Header *>calloc(self.n, sizeof(Header))
         self.needed = <char *>malloc(self.n)
@@ -125,6 +125,7 @@ cdef class NativeGroup:
         free(self.needed)
         free(self.pids)
         free(self.bounce)
+        zbmd_store_close(&self.choices)
         run_close(&self.current)
 
     @property
@@ -213,11 +214,11 @@ cdef class NativeGroup:
         if status == S_DONE:
             together = self._all_in_arena(program)
             choice = self._choice(program, run, together)
-            way = self.headers[0].arena_way if together else self.headers[0].store
+            way = self.headers[self.chooser].arena_way if together else self.headers[self.chooser].store
         if choice != NULL:
             began_ns = zbmd_now_ns()
         run.streams = way == ZBMD_STORE_STREAMED
-        self.reads = together and way == ZBMD_READ
+        self.reads = program.other is not None and way == ZBMD_READ
         if status == S_DONE and self.reads:
             status = self._carry_out(program.other, run, kill_point, deadline_ns)
         elif status == S_DONE:
@@ -226,7 +227,7 @@ cdef class NativeGroup:
         end_point = self.n + (program.other.length if self.reads else program.length)
         if status == S_DONE and end_point <= kill_point <= last_point(program):
             zbmd_die()
-        if status == S_DONE and choice != NULL and self.rank == 0:
+        if status == S_DONE and choice != NULL and self.rank == self.chooser:
             zbmd_store_note(choice, way, <double>(zbmd_now_ns() - began_ns) / <double>(run.count * run.item))
         if status != S_DONE:
             self._withdraw()
@@ -394,31 +395,24 @@ cdef class NativeGroup:
 
     cdef zbmd_store_choice *_choice(self, NativeProgram program, const zbmd_run *run, bint in_arena) noexcept nogil:
         """The choice of how this run's bytes go, or NULL if it has few or no puts."""
-        cdef uint64_t left = run.count * run.item
-        cdef int k = 0
-        if not program.inbox_slots or left < STORE_BYTES_MIN:
-            return NULL
-        while left >= 2 * STORE_BYTES_MIN and k < STORE_CLASSES - 1:
-            left >>= 1
-            k += 1
-        return &self.choices[in_arena][k]
+        return zbmd_store_choice_of(&self.choices, self.own.operation, in_arena, run.count * run.item) if program.inbox_slots else NULL
 
     cdef void _propose(self, NativeProgram program, zbmd_run *run) noexcept nogil:
-        """Say where our arrays lie and, as rank 0, the ways: wherever arrays lie, and if all are in the arena."""
-        cdef bint readable = run.count * run.item >= READ_BYTES_MIN
+        """Say where our arrays lie and, as the chooser, the ways: wherever arrays lie, and if all are in the arena."""
         cdef zbmd_store_choice *choice
         self.own.in_arena = program.other is not None and self._in_arena(program, run, IN) and self._in_arena(program, run, OUT)
         self.own.store = self.own.arena_way = ZBMD_STORE_CACHED
-        if self.rank != 0:
+        self.chooser = chooser_of(&self.own, self.n)
+        if self.rank != self.chooser:
             return
         choice = self._choice(program, run, False)
         if choice != NULL:
-            self.own.store = zbmd_store_next(choice, ZBMD_STORE_WAYS)
+            self.own.store = zbmd_store_next(choice, ZBMD_WAYS if program.other is not None and self.pids != NULL else ZBMD_STORE_WAYS)
         if choice != NULL and program.other is not None:
-            self.own.arena_way = zbmd_store_next(self._choice(program, run, True), ZBMD_WAYS if readable else ZBMD_STORE_WAYS)
+            self.own.arena_way = zbmd_store_next(self._choice(program, run, True), ZBMD_WAYS)
         if self.way_always >= 0:
             self.own.arena_way = self.way_always
-            self.own.store = min(self.way_always, <int>ZBMD_STORE_STREAMED)
+            self.own.store = self.way_always if self.pids != NULL else min(self.way_always, <int>ZBMD_STORE_STREAMED)
 
     cdef bint _in_arena(self, NativeProgram program, zbmd_run *run, int buffer) noexcept nogil:
         """Whether all of this buffer of ours lies there; there may be none, as `out` where another rank is the root."""

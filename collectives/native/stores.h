@@ -2,19 +2,23 @@
  *
  * What a rank writes through its cache lies there, modified, when its peer reads it. Where both cores share a
  * cache that is the quickest way; where they do not (another part of the same chip, another socket), each line is
- * fetched from the other core, at a tenth of memory's speed. A streaming store leaves the line in memory. Arrays in
- * the arena can be read by the peer instead, which moves less than puts do, if it is not the other core's cache that
- * they are read from. Which of these a virtual machine's cores do best changes while it runs, so the choice is made by
- * trial: what is chosen is timed, and the others are tried in turn now and then, more and more seldom while nothing
- * changes. A trial is two runs, of which the second counts: the first finds in the caches what another way has left. */
+ * fetched from the other core, at a tenth of memory's speed. A streaming store leaves the line in memory. Arrays that
+ * peers can read are read instead, which moves less than puts do, if it is not the other core's cache that they are
+ * read from; those outside of the arena by the kernel, which has a price for each page. Which of these a virtual
+ * machine's cores do best changes while it runs, so the choice is made by trial, for each operation and size, by the
+ * rank that is done last: what is chosen is timed, and the others are tried in turn now and then, more and more seldom
+ * while nothing changes. A trial is two runs, of which the second counts: the first finds in the caches what another
+ * way has left. */
 #ifndef ZBMD_STORES_H
 #define ZBMD_STORES_H
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_READ = ZBMD_STORE_WAYS, ZBMD_WAYS };
+enum { ZBMD_STORE_BYTES_MIN = 1 << 12, ZBMD_STORE_CLASSES = 16, ZBMD_STORE_OPERATIONS = 16 };
 enum { ZBMD_TRIAL_FIRST = 8, ZBMD_TRIAL_MAX = 128, ZBMD_SLOW_MAX = 2 };
 
 typedef struct {
@@ -71,6 +75,27 @@ static inline void zbmd_store_note(zbmd_store_choice *c, int way, double cost) {
         c->slow = 0;
         c->interval = ZBMD_TRIAL_FIRST;
     }
+}
+
+/* The choices of a group: for each operation that it has had, by whether all arrays are in the arena, and by powers of
+ * two of a run's bytes. */
+typedef struct {
+    zbmd_store_choice (*of[ZBMD_STORE_OPERATIONS])[ZBMD_STORE_CLASSES];
+} zbmd_store_choices;
+
+/* NULL for a run of so little that the clock would cost more than the choice saves. */
+static inline zbmd_store_choice *zbmd_store_choice_of(zbmd_store_choices *all, unsigned operation, int in_arena,
+                                                      uint64_t nbytes) {
+    int k = 0;
+    if (nbytes < ZBMD_STORE_BYTES_MIN || operation >= ZBMD_STORE_OPERATIONS) return NULL;
+    if (!all->of[operation]) all->of[operation] = calloc(2, sizeof *all->of[operation]);
+    if (!all->of[operation]) return NULL;
+    for (; nbytes >= 2 * ZBMD_STORE_BYTES_MIN && k < ZBMD_STORE_CLASSES - 1; nbytes >>= 1) k++;
+    return &all->of[operation][in_arena][k];
+}
+
+static inline void zbmd_store_close(zbmd_store_choices *all) {
+    for (int i = 0; i < ZBMD_STORE_OPERATIONS; i++) free(all->of[i]);
 }
 
 #endif

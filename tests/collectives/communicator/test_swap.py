@@ -209,3 +209,59 @@ def test_an_inbox_that_is_outgrown_or_closed_goes_back(run_ranks: RunRanks) -> N
         assert p.segment.inbox.used_bytes == 0
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_where_the_kernel_lets_ranks_read_each_other_ordinary_arrays_are_read_too(
+    run_ranks: RunRanks, tuned: bool
+) -> None:
+    """The bits are the same, wherever an array lies, by the fast path or not."""
+    count = 70_001
+
+    def body(p: Any) -> list[str]:
+        c: Communicator = p.communicator()
+        if tuned:
+            c.tune(deadline_ns=p.soon())
+        can = tuned and c.reading.pids
+        c._executor.native.always(READ)
+        values = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(2)]
+        inside, outside = p.segment.arena.from_array(values[p.rank]), values[p.rank].copy()
+        before = len(c.flight)
+        for turn in range(6):
+            mixed = inside if (turn + p.rank) % 2 else outside
+            for given in (outside, mixed):
+                got = c.all_gather(given, deadline_ns=p.soon())
+                assert got.tobytes() == b"".join(each.tobytes() for each in values)
+        taken = [flight.algorithm for flight in c.flight][before:]
+        return [*taken, "direct" if can else "swap"]
+
+    for *taken, expected in run_ranks(2, body, arena_bytes=32 << 20):
+        assert taken == [expected] * 12
+
+
+@pytest.mark.parametrize("root", [0, 1, 2])
+def test_a_rank_that_others_wait_for_chooses_the_way(run_ranks: RunRanks, root: int) -> None:
+    """A root that has put its array into slots is done before anybody has it."""
+
+    def body(p: Any) -> list[str]:
+        c: Communicator = p.communicator()
+        array = p.segment.arena.from_array(np.full(30_000, p.rank, np.float32))
+        rows = p.segment.arena.from_array(np.tile(np.arange(3, dtype=np.float32), (10_000, 1)).T.copy())
+        out = p.segment.arena.empty(10_000, np.float32)
+        found: list[str] = []
+        for chooser, call in (
+            ((root + 1) % 3, lambda: c.broadcast(array, root, deadline_ns=p.soon())),
+            (
+                (root + 1) % 3,
+                lambda: c.scatter(rows if p.rank == root else None, root, out, deadline_ns=p.soon()),
+            ),
+            (root, lambda: c.gather(out, root, rows if p.rank == root else None, deadline_ns=p.soon())),
+            (0, lambda: c.all_gather(out, rows, deadline_ns=p.soon())),
+        ):
+            c._executor.native.always(READ if p.rank == chooser else CACHED)
+            call()
+            found.append(c.flight[-1].algorithm)
+        assert array[0] == root and out[0] == p.rank and rows[:, 0].tolist() == [0, 1, 2]
+        return found
+
+    assert run_ranks(3, body, arena_bytes=32 << 20) == [["direct"] * 4] * 3

@@ -58,6 +58,9 @@ cdef extern from "collectives/native/peers.h" nogil:
     uint64_t ZBMD_ADDRESS_MIN, ZBMD_ADDRESS_MAX
     int zbmd_read_peer(int32_t pid, uint64_t source, char *to, uint64_t n) noexcept
     int zbmd_let_siblings_read() noexcept
+    ctypedef struct zbmd_readable:
+        pass
+    int zbmd_is_readable(zbmd_readable *known, uint64_t start, uint64_t n) noexcept
 
 cdef extern from "collectives/native/stores.h" nogil:
     enum:
@@ -66,11 +69,16 @@ cdef extern from "collectives/native/stores.h" nogil:
         ZBMD_STORE_WAYS
         ZBMD_READ
         ZBMD_WAYS
+        ZBMD_FROM_SLOTS
+        ZBMD_FROM_KERNEL
+        ZBMD_FROM_ARENA
+        ZBMD_REACHES
+        ZBMD_STORE_BYTES_MIN
     ctypedef struct zbmd_store_choice:
         uint8_t chosen
     ctypedef struct zbmd_store_choices:
         pass
-    zbmd_store_choice *zbmd_store_choice_of(zbmd_store_choices *all, unsigned operation, int in_arena, uint64_t nbytes) noexcept
+    zbmd_store_choice *zbmd_store_choice_of(zbmd_store_choices *all, unsigned operation, unsigned reach, uint64_t nbytes) noexcept
     void zbmd_store_close(zbmd_store_choices *all) noexcept
     int zbmd_store_next(zbmd_store_choice *choice, int ways) noexcept
     void zbmd_store_note(zbmd_store_choice *choice, int way, double cost) noexcept
@@ -89,7 +97,7 @@ cdef class NativeProgram:
     cdef bint head_only
     cdef bint reads_results           # of peers: their `out`
     cdef uint64_t plan
-    cdef NativeProgram other          # what is run instead if all arrays are in the arena and rank 0 says so
+    cdef NativeProgram other          # what is run instead if ranks can read all arrays and the chooser says so
     cdef uint64_t *sent               # by rank
     cdef uint64_t *awaited
     cdef Use *uses                    # `used` of them, with room for `uses_room`

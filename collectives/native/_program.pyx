@@ -145,7 +145,7 @@ cdef class NativeProgram:
 
 
 cdef class StoreChoice:
-    """The way of the bytes, as rank 0 of a group chooses it; for tests."""
+    """The way of the bytes, as the chooser of a run has it; for tests."""
 
     cdef zbmd_store_choice choice
 

@@ -8,10 +8,11 @@ from zbmd.transport.native._slots cimport zbmd_base, zbmd_slots
 
 from zbmd.collectives.native._program cimport (
     BUFFERS, COPY, FINISH, IN, INBOX, LAYOUT_ROWS, LENGTH, NOTIFY, OUT, PUB, PUT, RANKS, REDUCE, SCRATCH, WAIT, WIDE_BYTES, WIDTH,
-    ZBMD_ADDRESS_MAX, ZBMD_ADDRESS_MIN, ZBMD_BOUNCE_BYTES, ZBMD_READ, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
+    ZBMD_ADDRESS_MAX, ZBMD_ADDRESS_MIN, ZBMD_BOUNCE_BYTES, ZBMD_FROM_ARENA, ZBMD_FROM_KERNEL, ZBMD_FROM_SLOTS, ZBMD_READ, ZBMD_REACHES,
+    ZBMD_STORE_BYTES_MIN, ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_WAYS,
     NativeProgram, last_point, step, zbmd_apply, zbmd_is_narrow, zbmd_kernel, zbmd_move, zbmd_move_of, zbmd_perform, zbmd_place,
-    zbmd_place_of, zbmd_run, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice, zbmd_store_choice_of,
-    zbmd_store_choices, zbmd_store_close, zbmd_store_next, zbmd_store_note
+    zbmd_is_readable, zbmd_place_of, zbmd_readable, zbmd_run, zbmd_let_siblings_read, zbmd_read_peer, zbmd_store_choice,
+    zbmd_store_choice_of, zbmd_store_choices, zbmd_store_close, zbmd_store_next, zbmd_store_note
 )
 
 cdef extern from "transport/native/life.h" nogil:
@@ -61,10 +62,8 @@ cdef struct Header:
     uint64_t in_stride       # elements from block to block; under a layout: 1 if staged, else 0
     uint64_t out_stride
     uint64_t offsets[BUFFERS]
-    uint8_t store            # of the chooser: how all are to move their bytes (stores.h)
-    uint8_t arena_way        # of the chooser: the same, if the arrays of all ranks are in the arena
-    uint8_t in_arena         # whether those of this rank are
-    uint8_t spare
+    uint8_t ways[ZBMD_REACHES]  # of the chooser, by reach: how all are to move their bytes (stores.h)
+    uint8_t reach            # of this rank's arrays; that of the run is the least
     uint32_t foreign         # a bit for each buffer that is in the rank's own memory; its offset is then its address
     uint64_t in_bytes        # of such buffers
     uint64_t out_bytes
@@ -92,7 +91,7 @@ cdef inline uint64_t published(const zbmd_run *run, int rank) noexcept nogil:
     return (run.count if run.layout == NULL else run.extents[4 * rank + 1]) * run.item
 
 
-cdef inline uint64_t extent(NativeProgram program, zbmd_run *run, const Header *h, int rank, int buffer,
+cdef inline uint64_t extent(NativeProgram program, const zbmd_run *run, const Header *h, int rank, int buffer,
                             uint64_t high) noexcept nogil:
     """The bytes of one of a rank's buffers, as its descriptor has it; beyond `high` if that overflows."""
     cdef uint64_t stride = 0
@@ -160,6 +159,7 @@ cdef class NativeGroup:
     cdef zbmd_slots others            # the slots of the other members
     cdef Header own
     cdef zbmd_store_choices choices
+    cdef zbmd_readable readable       # arrays of ours
     cdef int chooser                  # the rank that has the say in this run
     cdef int way_always               # below 0: what is timed decides
     cdef bint is_over                 # after `let_go`
@@ -201,10 +201,10 @@ cdef class NativeGroup:
                        uint64_t deadline_ns) noexcept nogil
     cdef bint _all_are_here(self, uint32_t looks) noexcept nogil
     cdef int _carry_out(self, NativeProgram program, zbmd_run *run, int64_t kill_point, uint64_t deadline_ns) noexcept nogil
-    cdef zbmd_store_choice *_choice(self, NativeProgram program, const zbmd_run *run, bint in_arena) noexcept nogil
+    cdef zbmd_store_choice *_choice(self, NativeProgram program, const zbmd_run *run, unsigned reach) noexcept nogil
     cdef void _propose(self, NativeProgram program, zbmd_run *run) noexcept nogil
-    cdef bint _in_arena(self, NativeProgram program, zbmd_run *run, int buffer) noexcept nogil
-    cdef bint _all_in_arena(self, NativeProgram program) noexcept nogil
+    cdef int _reach(self, NativeProgram program, const zbmd_run *run, int buffer, uint64_t foreign_bytes) noexcept nogil
+    cdef int _least_reach(self, NativeProgram program) noexcept nogil
     cdef int _compare(self, NativeProgram program) noexcept nogil
     cdef int _resolve_all(self, NativeProgram program, zbmd_run *run) noexcept nogil
     cdef void _publish(self, NativeProgram program, zbmd_run *run) noexcept nogil

@@ -92,6 +92,7 @@ cdef class NativeGroup:
         self.payload_max, self.whole_headers, self.input_stays = PAYLOAD_BYTES, False, False
         self.reads, self.way_always, self.lags, self.last_fingerprint = False, -1, False, 0
         memset(&self.choices, 0, sizeof(self.choices))
+        memset(&self.readable, 0, sizeof(self.readable))
         self.peers = <Peer *>calloc(self.n, sizeof(Peer))
         self.headers = <Header *>calloc(self.n, sizeof(Header))
         self.needed = <char *>malloc(self.n)
@@ -206,15 +207,14 @@ cdef class NativeGroup:
         """Everything behind the announcement."""
         cdef zbmd_store_choice *choice = NULL
         cdef uint64_t began_ns = 0
-        cdef bint together = False
         cdef int64_t end_point
-        cdef int way = ZBMD_STORE_CACHED, status = self._await_all(deadline_ns)
+        cdef int reach, way = ZBMD_STORE_CACHED, status = self._await_all(deadline_ns)
         if status == S_DONE:
             status = self._compare(program)
         if status == S_DONE:
-            together = self._all_in_arena(program)
-            choice = self._choice(program, run, together)
-            way = self.headers[self.chooser].arena_way if together else self.headers[self.chooser].store
+            reach = self._least_reach(program)
+            choice = self._choice(program, run, reach)
+            way = self.headers[self.chooser].ways[reach]
         if choice != NULL:
             began_ns = zbmd_now_ns()
         run.streams = way == ZBMD_STORE_STREAMED
@@ -393,46 +393,48 @@ cdef class NativeGroup:
                 zbmd_die()
             self._signal((self.rank + k) % self.n)
 
-    cdef zbmd_store_choice *_choice(self, NativeProgram program, const zbmd_run *run, bint in_arena) noexcept nogil:
+    cdef zbmd_store_choice *_choice(self, NativeProgram program, const zbmd_run *run, unsigned reach) noexcept nogil:
         """The choice of how this run's bytes go, or NULL if it has few or no puts."""
-        return zbmd_store_choice_of(&self.choices, self.own.operation, in_arena, run.count * run.item) if program.inbox_slots else NULL
+        return zbmd_store_choice_of(&self.choices, self.own.operation, reach, run.count * run.item) if program.inbox_slots else NULL
 
     cdef void _propose(self, NativeProgram program, zbmd_run *run) noexcept nogil:
-        """Say where our arrays lie and, as the chooser, the ways: wherever arrays lie, and if all are in the arena."""
+        """Say whence peers can take the bytes of our arrays and, as the chooser, the way for each reach that it can be."""
         cdef zbmd_store_choice *choice
-        self.own.in_arena = program.other is not None and self._in_arena(program, run, IN) and self._in_arena(program, run, OUT)
-        self.own.store = self.own.arena_way = ZBMD_STORE_CACHED
+        cdef int reach, ways
+        self.own.reach = ZBMD_FROM_SLOTS
+        if program.other is not None:
+            self.own.reach = min(self._reach(program, run, IN, self.own.in_bytes), self._reach(program, run, OUT, self.own.out_bytes))
         self.chooser = chooser_of(&self.own, self.n)
-        if self.rank != self.chooser:
-            return
-        choice = self._choice(program, run, False)
-        if choice != NULL:
-            self.own.store = zbmd_store_next(choice, ZBMD_WAYS if program.other is not None and self.pids != NULL else ZBMD_STORE_WAYS)
-        if choice != NULL and program.other is not None:
-            self.own.arena_way = zbmd_store_next(self._choice(program, run, True), ZBMD_WAYS)
-        if self.way_always >= 0:
-            self.own.arena_way = self.way_always
-            self.own.store = self.way_always if self.pids != NULL else min(self.way_always, <int>ZBMD_STORE_STREAMED)
+        for reach in range(ZBMD_REACHES):
+            self.own.ways[reach] = ZBMD_STORE_CACHED
+            if self.rank != self.chooser or reach > self.own.reach:
+                continue
+            ways = ZBMD_STORE_WAYS if reach == ZBMD_FROM_SLOTS else ZBMD_WAYS
+            choice = self._choice(program, run, reach)
+            if choice != NULL:
+                self.own.ways[reach] = zbmd_store_next(choice, ways)
+            if self.way_always >= 0:
+                self.own.ways[reach] = min(self.way_always, ways - 1)
 
-    cdef bint _in_arena(self, NativeProgram program, zbmd_run *run, int buffer) noexcept nogil:
-        """Whether all of this buffer of ours lies there; there may be none, as `out` where another rank is the root."""
+    cdef int _reach(self, NativeProgram program, const zbmd_run *run, int buffer, uint64_t foreign_bytes) noexcept nogil:
+        """The reach of one of our buffers; there may be none, as `out` where another rank is the root."""
         cdef uint64_t high = self.peers[self.rank].total
-        cdef uint64_t need = extent(program, run, &self.own, self.rank, buffer, high)
         if run.address[self.rank][buffer] == NULL:
-            return True
-        if self.own.foreign >> buffer & 1:
-            return False
-        return lies_within(self.own.offsets[buffer], need, self.peers[self.rank].inbox_end, high)
+            return ZBMD_FROM_ARENA
+        if self.own.foreign >> buffer & 1:  # a look at the memory of a short run costs more than it saves
+            if run.count * run.item < ZBMD_STORE_BYTES_MIN:
+                return ZBMD_FROM_SLOTS
+            return ZBMD_FROM_KERNEL if zbmd_is_readable(&self.readable, self.own.offsets[buffer], foreign_bytes) else ZBMD_FROM_SLOTS
+        if lies_within(self.own.offsets[buffer], extent(program, run, &self.own, self.rank, buffer, high), self.peers[self.rank].inbox_end, high):
+            return ZBMD_FROM_ARENA
+        return ZBMD_FROM_SLOTS
 
-    cdef bint _all_in_arena(self, NativeProgram program) noexcept nogil:
-        """Whether all ranks say so of their arrays, and there is a program for that."""
-        cdef int i
-        if program.other is None:
-            return False
+    cdef int _least_reach(self, NativeProgram program) noexcept nogil:
+        """The reach of all arrays: only what all ranks say, and if there is a program for it."""
+        cdef int i, least = ZBMD_FROM_SLOTS if program.other is None else ZBMD_FROM_ARENA
         for i in range(self.n):
-            if not self.headers[i].in_arena:
-                return False
-        return True
+            least = min(least, <int>self.headers[i].reach)
+        return least
 
     cdef void _publish(self, NativeProgram program, zbmd_run *run) noexcept nogil:
         cdef char *mine
@@ -444,8 +446,8 @@ cdef class NativeGroup:
         zbmd_store64(mine, 0, 0)
         zbmd_fence_release()
         self.own.word = self.own.withdrawn = 0
-        self._propose(program, run)
         self._measure(program, run)
+        self._propose(program, run)
         memcpy(mine, &self.own, self._header_bytes(program))
         if program.eager and run.address[self.rank][PUB] != NULL and not self.input_stays:
             memcpy(mine + HEADER_BYTES, run.address[self.rank][PUB], run.pub_bytes)

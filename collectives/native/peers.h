@@ -31,6 +31,24 @@ static inline int zbmd_read_peer(int32_t pid, uint64_t from, char *to, uint64_t 
     return 0;
 }
 
+/* What of this process's memory the kernel has been seen to let others read, a place each by address. */
+enum { ZBMD_READABLE_KNOWN = 16 };
+typedef struct {
+    uint64_t from[ZBMD_READABLE_KNOWN], n[ZBMD_READABLE_KNOWN];
+} zbmd_readable;
+
+/* Whether peers can read these bytes of ours. Some that we use like any others nobody else can, as those that a device
+ * maps and memfd_secret(2); such a mapping is so from its first byte to its last. */
+static inline int zbmd_is_readable(zbmd_readable *known, uint64_t from, uint64_t n) {
+    unsigned k = (unsigned)((from >> 6 ^ from >> 12 ^ from >> 21) % ZBMD_READABLE_KNOWN);
+    char byte;
+    if (!n || (known->from[k] == from && n <= known->n[k])) return 1;
+    if (zbmd_read_peer(getpid(), from, &byte, 1) || zbmd_read_peer(getpid(), from + n - 1, &byte, 1)) return 0;
+    known->from[k] = from;
+    known->n[k] = n;
+    return 1;
+}
+
 enum { ZBMD_TWO_READ_BYTES_MIN = 1 << 20, ZBMD_READ_STEP_BYTES = 256 << 10 };
 
 /* A read that several threads take steps of. */

@@ -18,6 +18,8 @@
 #include <string.h>
 
 enum { ZBMD_STORE_CACHED, ZBMD_STORE_STREAMED, ZBMD_STORE_WAYS, ZBMD_READ = ZBMD_STORE_WAYS, ZBMD_WAYS };
+/* Whence ranks can take the bytes of all others: from slots that they were put to, through the kernel, from the arena. */
+enum { ZBMD_FROM_SLOTS, ZBMD_FROM_KERNEL, ZBMD_FROM_ARENA, ZBMD_REACHES };
 enum { ZBMD_STORE_BYTES_MIN = 1 << 12, ZBMD_STORE_CLASSES = 16, ZBMD_STORE_OPERATIONS = 16 };
 enum { ZBMD_TRIAL_FIRST = 8, ZBMD_TRIAL_MAX = 128, ZBMD_SLOW_MAX = 2 };
 
@@ -77,21 +79,20 @@ static inline void zbmd_store_note(zbmd_store_choice *c, int way, double cost) {
     }
 }
 
-/* The choices of a group: for each operation that it has had, by whether all arrays are in the arena, and by powers of
- * two of a run's bytes. */
+/* The choices of a group: for each operation that it has had, by reach, and by powers of two of a run's bytes. */
 typedef struct {
     zbmd_store_choice (*of[ZBMD_STORE_OPERATIONS])[ZBMD_STORE_CLASSES];
 } zbmd_store_choices;
 
 /* NULL for a run of so little that the clock would cost more than the choice saves. */
-static inline zbmd_store_choice *zbmd_store_choice_of(zbmd_store_choices *all, unsigned operation, int in_arena,
+static inline zbmd_store_choice *zbmd_store_choice_of(zbmd_store_choices *all, unsigned operation, unsigned reach,
                                                       uint64_t nbytes) {
     int k = 0;
-    if (nbytes < ZBMD_STORE_BYTES_MIN || operation >= ZBMD_STORE_OPERATIONS) return NULL;
-    if (!all->of[operation]) all->of[operation] = calloc(2, sizeof *all->of[operation]);
+    if (nbytes < ZBMD_STORE_BYTES_MIN || operation >= ZBMD_STORE_OPERATIONS || reach >= ZBMD_REACHES) return NULL;
+    if (!all->of[operation]) all->of[operation] = calloc(ZBMD_REACHES, sizeof *all->of[operation]);
     if (!all->of[operation]) return NULL;
     for (; nbytes >= 2 * ZBMD_STORE_BYTES_MIN && k < ZBMD_STORE_CLASSES - 1; nbytes >>= 1) k++;
-    return &all->of[operation][in_arena][k];
+    return &all->of[operation][reach][k];
 }
 
 static inline void zbmd_store_close(zbmd_store_choices *all) {

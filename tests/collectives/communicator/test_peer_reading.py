@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import zlib
@@ -15,12 +17,15 @@ from support.processes.program_points import points_of
 from zbmd.collectives.communicator.communicator import Communicator
 from zbmd.collectives.communicator.group_trials import NOT_TRIED, Reading
 from zbmd.collectives.errors import MembersLost, OperationAborted
+from zbmd.collectives.native._program import CACHED, READ
 from zbmd.collectives.native._stepper import read_memory
 from zbmd.transport.errors import RemoteProtocolError
 from zbmd.transport.native._native import WAIT_OK, address_of, wait
 
 RunRanks = Callable[..., list[Any]]
 COUNT = 100_003
+MEMFD_SECRET = 447
+"""The number of the system call, on every architecture."""
 SHARED_ADDRESS = bytes(8 * COUNT)
 """Made before the ranks are forked: it lies at one address in all of them."""
 
@@ -190,6 +195,42 @@ def test_an_array_that_has_gone_is_told_and_ends_the_group(run_ranks: RunRanks) 
     assert "rank 1" in run_ranks(2, body)[0]
 
 
+def secret_array(count: int) -> Any:
+    """Memory that its process uses like any other, and no other process reads; None: there is none."""
+    fd = ctypes.CDLL(None, use_errno=True).syscall(MEMFD_SECRET, 0)
+    if fd < 0:
+        return None
+    os.ftruncate(fd, 4 * count)
+    mapped = mmap.mmap(fd, 4 * count)
+    os.close(fd)
+    return np.frombuffer(mapped, np.float32)
+
+
+@pytest.mark.parametrize("owners", [(0,), (1,), (0, 1)])
+def test_arrays_that_only_their_rank_can_read_are_put(run_ranks: RunRanks, owners: tuple[int, ...]) -> None:
+    """One after the other with arrays that can be read, most of them by the fast path."""
+    if secret_array(1) is None:
+        pytest.skip("the kernel has no memfd_secret(2), or it is switched off")
+    count = 5_000
+
+    def body(p: Any) -> list[list[str]]:
+        c, plain = reading(p), np.zeros(count, np.float32)
+        own = secret_array(count) if p.rank in owners else np.zeros(count, np.float32)
+        c._executor.native.always(READ)
+        before = len(c.flight)
+        for turn in range(6):
+            for x in (own, plain):
+                x[:] = p.rank + turn
+                got = c.all_reduce(x, deadline_ns=p.soon())
+                assert got is x and (x == 1 + 2 * turn).all()
+        taken = [flight.algorithm for flight in c.flight][before:]
+        with pytest.raises((OperationAborted, RemoteProtocolError)):  # it cannot be read indeed
+            c.all_reduce(own, algorithm="direct", deadline_ns=p.soon())
+        return [taken[::2], taken[1::2]]
+
+    assert run_ranks(2, body) == [[["swap"] * 6, ["direct"] * 6]] * 2
+
+
 def test_what_was_read_of_another_process_with_the_number_of_a_dead_one_does_not_count(
     run_ranks: RunRanks,
 ) -> None:
@@ -217,18 +258,24 @@ def test_what_was_read_of_another_process_with_the_number_of_a_dead_one_does_not
     assert run_ranks(3, body, dies=frozenset((1,))) == ["lost", None, ""]
 
 
-@pytest.mark.parametrize("name", ["broadcast", "reduce_scatter"])
-def test_a_reader_learns_of_the_end_of_whom_it_reads(run_ranks: RunRanks, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("gather", READ), *((name, way) for name in ("broadcast", "reduce_scatter") for way in (CACHED, READ))],
+)
+def test_a_reader_learns_of_the_end_of_whom_it_reads(run_ranks: RunRanks, name: str, way: int) -> None:
     """A member is killed at each point of a run over ordinary arrays: results are right, or none."""
 
     def call(c: Communicator, rank: int, end: int) -> Any:
         rows = np.arange(2 * COUNT, dtype=np.float64).reshape(2, COUNT) + rank
         if name == "broadcast":
             return c.broadcast(rows[0], 1, deadline_ns=end)
+        if name == "gather":
+            return c.gather(rows[0], 0, deadline_ns=end)
         return c.reduce_scatter(rows, deadline_ns=end)
 
     def body(p: Any, point: int) -> str:
         c = reading(p)
+        c._executor.native.always(way)
         if p.rank == 1:
             c.kill_at(c.sequence + 1, point)
         try:
@@ -241,7 +288,14 @@ def test_a_reader_learns_of_the_end_of_whom_it_reads(run_ranks: RunRanks, name: 
         p.await_death(1)
         return outcome
 
-    right = run_ranks(2, lambda p: str(checksum(call(reading(p), p.rank, p.soon()))))[0]
+    def undisturbed(p: Any) -> list[str]:
+        c = reading(p)
+        c._executor.native.always(way)
+        result = checksum(call(c, p.rank, p.soon())) if p.rank == 0 else call(c, p.rank, p.soon()) is None
+        return [str(result), c.flight[-1].algorithm]
+
+    right, algorithm = run_ranks(2, undisturbed)[0]
+    assert (algorithm == "direct") == (way == READ)
     points = points_of(run_ranks, lambda p: call(reading(p), p.rank, p.soon()), 2)[1]
     outcomes = [
         run_ranks(2, lambda p, at=point: body(p, at), dies=frozenset((1,)), arena_bytes=1 << 16)[0]

@@ -280,6 +280,7 @@ def _descriptor_offset() -> int:
 def _descriptors() -> tuple[bytes, ...]:
     foreign = [bytearray(_descriptor(pair)) for pair in (False, True)]
     for each in foreign:
+        each[FOREIGN_AT - 1] = 1  # through the kernel
         each[FOREIGN_AT : FOREIGN_AT + 20] = (1 << IN | 1 << OUT).to_bytes(4, "little") + bytes([255, 0]) * 8
     numbers = [(EPOCH << 32 | notified).to_bytes(8, "little") for notified in (0xFFFF, 1)]
     kinds = ((0, _descriptor(False)), (1, _descriptor(True)), *enumerate(map(bytes, foreign), 2))

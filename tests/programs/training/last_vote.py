@@ -49,10 +49,10 @@ def kill_late() -> NoReturn:
     kill_at_once()
 
 
-def gather(self: Exchange, row: bytes) -> tuple[bytes, ...]:
+def gather(self: Exchange, row: bytes, called: str = "run.step()") -> tuple[bytes, ...]:
     """On rank 0: vote for the last time, and see nothing but that rank 1 is lost."""
     global prepared
-    rows = gather_at_once(self, row)
+    rows = gather_at_once(self, row, called)
     if prepared == VOTES:
         prepared = 0
         asyncio.run(until(lambda: world().worker.segment.lost_mask() >> 1 & 1))

@@ -18,8 +18,8 @@ Buffer = bytes | memoryview
 URL_SCHEMES: Final = ("s3", "gs", "az")
 _URL: Final = re.compile(rf"({'|'.join(URL_SCHEMES)}):/{{1,2}}(?=[^/])(.*)", re.DOTALL)
 """A URL, which has one slash where it has been a `Path`."""
-_SECRETS: Final = re.compile(r"[a-z0-9+.-]+:/{1,2}(?:[^/]*@|.*[?#])", re.IGNORECASE | re.DOTALL)
-"""Those with a user before the bucket, or with more than a path after it."""
+_SECRETS: Final = re.compile(r"[a-z0-9+.-]+:/{1,2}(?:[^/]*(?::.*)?@|.*[?#])", re.IGNORECASE | re.DOTALL)
+"""Those with a user before the bucket, or with more than a path after it. A password may have slashes."""
 
 
 class StoredFile(Protocol):

@@ -182,6 +182,7 @@ def test_urls_are_known_also_where_they_have_been_paths(text: str, url: str | No
         "s3://AKIDKEY:hunter2@bucket/runs",
         "s3:/AKIDKEY:hunter2@bucket/runs",
         "s3://hunter2@bucket",
+        "s3://AKIDKEY:hunter2/of+base64/@bucket/runs",
         "s3://bucket/runs?aws_secret_access_key=hunter2",
         "az://container/runs?sig=hunter2",
         "gs://bucket/runs#hunter2",
